@@ -12,22 +12,20 @@ when its slowest rank is done. Sums are checked before and after.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import harness
-from bench.harness import Measured
+from bench.harness import Measured, Options, Plan
 from bench.peers import groups
 from bench.peers.groups import Group, Session
 from bench.peers.systems import Pipekernels, elements
-from bench.report.tables import duration, markdown, microseconds, spread, svg
+from bench.report.tables import between, duration, markdown, microseconds, spread, svg
 
-OPERATION = "all_reduce"
 RANKS = 2
 SIZES = [2**exponent for exponent in range(10, 27, 2)]  # bytes
 DTYPES = ["float32", "bfloat16"]
@@ -141,7 +139,7 @@ def sample(calls: Calls, size: int, visit: int, quick: bool) -> dict[str, list[f
     return {name: samples[name] + more[name] for name in calls}
 
 
-def by_size(session: Session, plan: Mapping[str, Sequence[str]], quick: bool) -> list[Measured]:
+def by_size(session: Session, plan: Plan, quick: bool) -> list[Measured]:
     """Cases of :data:`SIZE_CASES`; bandwidths in GB/s, as nccl-tests defines them."""
     visits: dict[str, list[dict[str, Visit]]] = {case: [] for case in plan}
     for visit in range(1 if quick else VISITS):
@@ -224,44 +222,60 @@ def crowded(session: Session, quick: bool) -> Measured:
     return Measured(CROWDED, samples, rows)
 
 
-def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
+def measure(plan: Plan, options: Options) -> Iterator[Measured]:
     """All sizes, then calls back to back, then more ranks than cores."""
     sizes = {case: names for case, names in plan.items() if case in SIZE_CASES}
     if sizes or IN_A_ROW in plan:
         with groups.session(["pipekernels", *PEERS, "streaming"], RANKS) as session:
-            yield from by_size(session, sizes, quick)
+            yield from by_size(session, sizes, options.quick)
             if IN_A_ROW in plan:
-                yield groups.survived(session, partial(back_to_back, quick=quick))
+                yield groups.survived(session, partial(back_to_back, quick=options.quick))
     if CROWDED in plan:
         with groups.session(["pipekernels", *PEERS], CROWD) as session:
-            yield groups.survived(session, partial(crowded, quick=quick))
+            yield groups.survived(session, partial(crowded, quick=options.quick))
 
 
 # ---- tables ----
 
 
-def table(rows: list[Row]) -> str:
-    """Tables of all parts."""
-    cases: dict[tuple[str, int], dict[str, Row]] = {}
+Cases = dict[tuple[str, int], dict[str, Row]]  # By dtype and size: rows by candidate.
+
+
+def cases_of(rows: Sequence[Row]) -> Cases:
+    """The rows of one call after another."""
+    cases: Cases = {}
     for found in rows:
         if found["part"] == "sizes":
             cases.setdefault((found["type"], found["size"]), {})[found["candidate"]] = found
-    one_by_one = {found["candidate"]: found for found in rows if found["part"] == "back to back"}
-    crowd = {found["candidate"]: found for found in rows if found["part"] == "crowded"}
+    return cases
+
+
+def table(rows: list[Row], others: Sequence[list[Row]] = ()) -> str:
+    """Tables of all parts, of one machine; the means of all."""
+    cases = cases_of(rows)
     versions = {found["candidate"]: found["version"] for found in rows}
-    peers = ", ".join(f"{name} {versions[name]}" for name in PEERS if name in versions)
+    there = [name for name in PEERS if name in versions]
     parts = {
-        f"Ordinary tensors, {RANKS} ranks; us and GB/s": _ours(cases, "ordinary"),
-        "Symmetric tensors; the bound is to read and write as many bytes": _ours(
-            cases, "symmetric"
-        ),
-        f"Peers: {peers}; us": _peers(cases),
-        f"`auto` (pipekernels {versions['ordinary']}) beside each algorithm alone": _algorithms(
-            cases
-        ),
-        f"{BACK_TO_BACK_SIZE} bytes, calls back to back": _back_to_back(one_by_one),
-        f"{CROWD} ranks, {CROWD_SIZE} bytes": _crowded(crowd),
+        f"{kind.capitalize()} tensors, {RANKS} ranks; us and GB/s": _ours(cases, kind)
+        + _means([cases, *map(cases_of, others)], kind)
+        for kind in KINDS
     }
+    told = ", ".join(f"{name} {versions[name]}" for name in there)
+    parts[f"Peers: {told}; us"] = _side_by_side(cases, there)
+    for kind in KINDS:
+        title = f"{kind.capitalize()} tensors: `auto` beside each algorithm alone; us"
+        parts[title] = _side_by_side(cases, [name for name in SUMS if name.startswith(kind)])
+    for title, part, header in (
+        (f"{BACK_TO_BACK_SIZE} bytes, calls back to back", "back to back", []),
+        (f"{CROWD} ranks, {CROWD_SIZE} bytes", "crowded", ["99th percentile", "calls", "#wrong"]),
+    ):
+        lines = [
+            [found["candidate"], duration(found["median"]), spread(found)]
+            + ([duration(found["p99"]), str(found["calls"]), str(found["wrong"])] if header else [])
+            for found in rows
+            if found["part"] == part
+        ]
+        parts[title] = markdown(["candidate", "median", "p10 to p90", *header], lines)
     return "\n\n".join(f"**{title}**\n\n{body}" for title, body in parts.items())
 
 
@@ -269,71 +283,40 @@ def _best(found: dict[str, Row], names: list[str]) -> Row:
     return min((found[name] for name in names if name in found), key=lambda r: r["median"])
 
 
-def _case(found: Row) -> list[str]:
-    return [str(found[key]) for key in ("size", "count", "type", "redop")]
-
-
-def _ours(cases: dict[tuple[str, int], dict[str, Row]], kind: str) -> str:
-    """nccl-tests' columns, and how many times the speed of the best peer that is."""
+def _ours(cases: Cases, kind: str) -> str:
+    """nccl-tests' columns, and how many times the speed of the best peer that is; of the bound,
+    which is to read and write as many bytes."""
     header = ["size (B)", "count", "type", "redop", "time", "algbw", "busbw", "#wrong"]
-    header += ["best peer", "its time", "x best peer"]
-    if kind == "symmetric":
-        header.append("of bound")
-    lines, ratios = [], []
-    for found in cases.values():
-        ours = found[kind]
-        line = [*_case(ours), microseconds(ours), f"{ours['algbw']:.2f}", f"{ours['busbw']:.2f}"]
-        line.append(str(ours["wrong"]))
-        peer = _best(found, PEERS)
-        ratios.append(peer["median"] / ours["median"])
-        line += [peer["candidate"], microseconds(peer), f"{ratios[-1]:.2f}"]
-        if kind == "symmetric":
-            line.append(f"{_best(found, BOUNDS)['median'] / ours['median']:.0%}")
-        lines.append(line)
-    mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
-    return f"{markdown(header, lines)}\n\nGeometric mean of x best peer: {mean:.2f}."
-
-
-def _peers(cases: dict[tuple[str, int], dict[str, Row]]) -> str:
-    names = [name for name in PEERS if any(name in found for found in cases.values())]
+    header += ["best peer", "its time", "x best peer", "of bound"]
     lines = []
     for found in cases.values():
-        line = [*_case(found["ordinary"]), *(microseconds(found.get(name)) for name in names)]
-        lines.append([*line, str(sum(found[name]["wrong"] for name in names if name in found))])
-    return markdown(["size (B)", "count", "type", "redop", *names, "#wrong"], lines)
-
-
-def _algorithms(cases: dict[tuple[str, int], dict[str, Row]]) -> str:
-    header = ["size (B)", "type"]
-    for kind in KINDS:
-        header += [f"{kind}: auto", *Pipekernels.ALGORITHMS, "auto / best", "#wrong"]
-    lines = []
-    for (dtype, size), found in cases.items():
-        line = [str(size), dtype]
-        for kind in KINDS:
-            fixed = [f"{kind} {algorithm}" for algorithm in Pipekernels.ALGORITHMS]
-            line += [microseconds(found[name]) for name in [kind, *fixed]]
-            line.append(f"{found[kind]['median'] / _best(found, fixed)['median']:.2f}")
-            line.append(str(sum(found[name]["wrong"] for name in fixed)))
-        lines.append(line)
+        ours, peer = found[kind], _best(found, PEERS)
+        line = [str(ours[key]) for key in ("size", "count", "type", "redop")]
+        line += [microseconds(ours), f"{ours['algbw']:.2f}", f"{ours['busbw']:.2f}"]
+        line += [str(ours["wrong"]), peer["candidate"], microseconds(peer)]
+        line.append(f"{peer['median'] / ours['median']:.2f}")
+        lines.append([*line, f"{_best(found, BOUNDS)['median'] / ours['median']:.0%}"])
     return markdown(header, lines)
 
 
-def _back_to_back(found: dict[str, Row]) -> str:
-    return markdown(
-        ["candidate", "median", "p10 to p90"],
-        [[name, duration(r["median"]), spread(r)] for name, r in found.items()],
-    )
+def _means(machines: list[Cases], kind: str) -> str:
+    means = [
+        statistics.geometric_mean(
+            _best(found, PEERS)["median"] / found[kind]["median"] for found in cases.values()
+        )
+        for cases in machines
+    ]
+    spread = f"; on all machines {between(means)}" * (len(means) > 1)
+    return f"\n\nGeometric mean of x best peer: {means[0]:.2f}{spread}."
 
 
-def _crowded(found: dict[str, Row]) -> str:
-    return markdown(
-        ["candidate", "median", "99th percentile", "calls", "#wrong"],
-        [
-            [name, duration(r["median"]), duration(r["p99"]), str(r["calls"]), str(r["wrong"])]
-            for name, r in found.items()
-        ],
-    )
+def _side_by_side(cases: Cases, names: list[str]) -> str:
+    lines = [
+        [str(size), dtype, *(microseconds(found.get(name)) for name in names)]
+        + [str(sum(found[name]["wrong"] for name in names if name in found))]
+        for (dtype, size), found in cases.items()
+    ]
+    return markdown(["size (B)", "type", *names, "#wrong"], lines)
 
 
 # ---- plot ----

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import registry, suite
+from bench.harness import Options
 
 HERE = Path(__file__).parent
 
@@ -91,7 +92,9 @@ def measuring(request: pytest.FixtureRequest) -> Iterator[suite.Suite]:
             candidates = (module.QUICK if quick else module.CANDIDATES)[case]
             plans.setdefault(item.function.benchmark, {})[case] = list(candidates)
     keep = config.getoption("keep_results")
-    suite_ = suite.Suite(plans, quick=quick, keep=keep, tell=lambda line: print(line, flush=True))
+    suite_ = suite.Suite(
+        plans, Options(quick), keep=keep, tell=lambda line: print(line, flush=True)
+    )
     yield suite_
     with capture.global_and_fixture_disabled():
         suite_.close()

@@ -1,26 +1,19 @@
 """Training steps of a GPT under DistributedDataParallel on CPU ranks, on this backend and on Gloo.
 
 Each rank runs forward, backward and an AdamW step on its part of a batch; DDP averages the
-gradients, one all-reduce per bucket, while the backward goes on.
-
-* ``one thread``: the bare model on the whole batch in one process.
-* ``two threads``: the same, with as many threads as there are ranks.
-* ``pipekernels``, ``Gloo``: DDP on two processes of one thread each.
+gradients, one all-reduce per bucket, while the backward goes on. ``one thread`` and ``two threads``
+are the bare model on the whole batch in one process.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from bench import harness
-from bench.harness import Measured
-from bench.processes import Processes, closing
-from bench.report.tables import speed_ups
+from bench.harness import Options, Turns
+from bench.processes import Serve, join, repeated, started
 
 RANKS = 2
 BLOCKS, HEADS, WIDTH, CONTEXT = 4, 4, 256, 32
@@ -36,8 +29,6 @@ CONDITIONS = {
     "timing": "forward, backward and optimizer step, slowest rank, candidates in turn, the first "
     "step of each turn does not count, medians",
 }
-
-Serve = Callable[[Callable[[], float]], None]
 
 
 def build() -> nn.Module:
@@ -69,37 +60,17 @@ def data(case: str) -> tuple[torch.Tensor, torch.Tensor]:
     return text[:, :-1], text[:, 1:]
 
 
-def serve_steps(step: Callable[[], float], case: str, serve: Serve) -> None:
-    """Serve turns of ``case``."""
-
-    def turn() -> float:
-        step()
-        begin = time.perf_counter()
-        for _ in range(CASES[case][1]):
-            step()
-        return (time.perf_counter() - begin) / CASES[case][1]
-
-    serve(turn)
-
-
 def _bare(rank: int, port: int, serve: Serve, case: str, threads: int) -> None:
     torch.set_num_threads(threads)
-    serve_steps(stepper(build(), *data(case)), case, serve)
+    serve(repeated(stepper(build(), *data(case)), CASES[case][1]))
 
 
 def _ddp(rank: int, port: int, serve: Serve, case: str, backend: str) -> None:
-    import torch.distributed as dist
-
-    import pipekernels.distributed  # noqa: F401 - registers the backend
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
-    )
+    join(backend, rank, RANKS, port)
     x, y = (part.chunk(RANKS)[rank] for part in data(case))
     step = stepper(nn.parallel.DistributedDataParallel(build()), x, y)
     check_losses(step, case)
-    serve_steps(step, case, serve)
+    serve(repeated(step, CASES[case][1]))
 
 
 def check_losses(step: Callable[[], float], case: str) -> None:
@@ -117,24 +88,14 @@ def check_losses(step: Callable[[], float], case: str) -> None:
     torch.testing.assert_close(losses / dist.get_world_size(), expected, rtol=1e-4, atol=0)
 
 
-def candidates(case: str) -> dict[str, Processes]:
-    """All candidates, by name."""
-    return {
-        "one thread": Processes(1, _bare, case, 1),
-        "two threads": Processes(1, _bare, case, RANKS),
-        "DDP, pipekernels": Processes(RANKS, _ddp, case, "pipekernels"),
-        "DDP, Gloo": Processes(RANKS, _ddp, case, "gloo"),
-    }
+WORKERS = {
+    "one thread": (1, _bare, 1),
+    "two threads": (1, _bare, RANKS),
+    "DDP, pipekernels": (RANKS, _ddp, "pipekernels"),
+    "DDP, Gloo": (RANKS, _ddp, "gloo"),
+}
 
 
-def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
-    """Every candidate in turn."""
-    for case in plan:
-        with closing(candidates(case)) as runners:
-            samples = harness.alternate(runners, warmup=1, rounds=2 if quick else 40)
-        yield harness.compared(case, samples, BASE)
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """A row per candidate and case."""
-    return speed_ups(rows, BASE)
+def turns(case: str, names: Sequence[str], options: Options) -> Turns:
+    """Every candidate."""
+    return Turns(started(WORKERS, names, case), 1, 2 if options.quick else 40)

@@ -1,23 +1,15 @@
-"""What bits that do not depend on the number of ranks cost a row-parallel layer, on two CPU ranks.
-
-* ``plain``: :class:`RowParallelLinear` on two processes of one thread each; the base of
-  ``speed-up``.
-* ``invariant``: the same layer with ``invariant=True``.
-"""
+"""What bits that do not depend on the number of ranks cost a row-parallel layer, on two CPU ranks:
+:class:`RowParallelLinear` without and with ``invariant=True``."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from bench import harness
-from bench.harness import Measured
-from bench.processes import Processes, closing
-from bench.report.tables import speed_ups
+from bench.harness import Options, Turns
+from bench.processes import Serve, join, repeated, started
 
 RANKS = 2
 IN, OUT = 11008, 4096
@@ -41,19 +33,12 @@ CONDITIONS = {
     "timing": "slowest rank, both in turn, the first step of each turn does not count, medians",
 }
 
-Serve = Callable[[Callable[[], float]], None]
-
 
 def _layer(rank: int, port: int, serve: Serve, case: str, invariant: bool) -> None:
-    import torch.distributed as dist
-
     from pipekernels import Communicator
     from pipekernels.tensor_parallel import RowParallelLinear
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
-    )
+    join("gloo", rank, RANKS, port)
     dtype, rows, backward, steps = CASES[case]
     torch.manual_seed(0)
     full = nn.Linear(IN, OUT, bias=False).to(dtype)
@@ -70,13 +55,6 @@ def _layer(rank: int, port: int, serve: Serve, case: str, invariant: bool) -> No
                 y.backward(grad)
             return y
 
-        def turn() -> float:
-            step()
-            begin = time.perf_counter()
-            for _ in range(steps):
-                step()
-            return (time.perf_counter() - begin) / steps
-
         few = x[:8], full.weight[:64]
         exact = few[0].double() @ few[1].double().t()
         found = step().detach()[:8, :64].double()
@@ -84,21 +62,12 @@ def _layer(rank: int, port: int, serve: Serve, case: str, invariant: bool) -> No
         bound = limit * (few[0].double().abs() @ few[1].double().abs().t())
         assert ((found - exact).abs() <= bound).all()
         del full
-        serve(turn)
+        serve(repeated(step, steps))
 
 
-def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
-    """Both layers in turn."""
-    for case in plan:
-        runners = {
-            "plain": Processes(RANKS, _layer, case, False),
-            "invariant": Processes(RANKS, _layer, case, True),
-        }
-        with closing(runners):
-            samples = harness.alternate(runners, warmup=1, rounds=5 if quick else 9)
-        yield harness.compared(case, samples, BASE)
+WORKERS = {"plain": (RANKS, _layer, False), "invariant": (RANKS, _layer, True)}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """A row per case and layer."""
-    return speed_ups(rows, BASE)
+def turns(case: str, names: Sequence[str], options: Options) -> Turns:
+    """Both layers."""
+    return Turns(started(WORKERS, names, case), 1, 5 if options.quick else 9)

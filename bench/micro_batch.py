@@ -1,35 +1,87 @@
-"""Splitting CPU tensors into 8 micro-batches and concatenating them, against torch's operations.
+"""Splitting tensors into 8 micro-batches and concatenating them, against torch's operations.
 
-Candidates return contiguous micro-batches. If the batch comes first in memory, ``torch.chunk``
-returns views without a copy: that row shows the cost of a copy.
+``torch`` is ``chunk(8, dim)`` with ``contiguous()`` of every part, and ``torch.cat``; if the batch
+comes first in memory, its split copies nothing: that row shows the cost of a copy. For casts it is
+``.to()`` of every part, and of the result of ``torch.cat``.
+
+On a GPU the time is that of the kernels alone, beside a copy from device to device of as many
+bytes; ``called`` is what a caller waits for, allocations and launches included. Tensors smaller
+than the L2 cache stay there, for all candidates.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench import harness
-from bench.harness import Measured
-from bench.report.tables import duration, markdown, spread
+from bench.gpu.timing import call_seconds, device_seconds, sampler
+from bench.harness import Options, Turns
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 CHUNKS = 8
-TENSORS: dict[str, Callable[[], tuple[list[Tensor], int]]] = {  # and their batch dimension
-    "1 MiB, batch first": lambda: ([make(256, 1024)], 0),
-    "1 MiB, batch last": lambda: ([make(1024, 256)], 1),
-    "3 x 64 KiB, batch second": lambda: ([make(64, 16, 16) for _ in range(3)], 1),
-    "16 MiB, sequence before batch": lambda: ([make(512, 64, 128)], 1),
-    "16 MiB, transposed": lambda: ([make(2048, 2048).t()], 0),
-    "8 MiB bfloat16, transposed": lambda: ([make(2048, 2048, dtype=torch.bfloat16).t()], 0),
-    "16 MiB, channels last to first": lambda: ([make(64, 32, 32, 64).permute(0, 3, 1, 2)], 0),
+BASE = "torch"
+CONDITIONS = {
+    "micro-batches": CHUNKS,
+    "threads": torch.get_num_threads(),
+    "timing": "allocation included but for device time, candidates in turn, medians",
 }
-DIRECTIONS = ("split", "concat")
-CANDIDATES = {f"{name}: {way}": ("ours", "torch") for name in TENSORS for way in DIRECTIONS}
+SAMPLE = 2e-3  # seconds that a sample lasts at least; short calls are repeated
+
+
+class Case(NamedTuple):
+    """What is split along ``dim``, and concatenated again."""
+
+    dim: int
+    shapes: list[tuple[int, ...]]
+    dtype: str = "float32"
+    order: tuple[int, ...] | None = None  # of dimensions, if that of memory is another
+    cast: str | None = None  # the micro-batches' dtype, if that is another
+
+
+def sized(mib: int, dtype: str, *rest: int) -> tuple[int, ...]:
+    """So many MiB, ``rest`` being the sizes of all dimensions but the first."""
+    return (mib * 2**20 // (math.prod(rest) * getattr(torch, dtype).itemsize), *rest)
+
+
+ON_CPU = {
+    "1 MiB, batch first": Case(0, [(256, 1024)]),
+    "1 MiB, batch last": Case(1, [(1024, 256)]),
+    "3 x 64 KiB, batch second": Case(1, [(64, 16, 16)] * 3),
+    "16 MiB, sequence before batch": Case(1, [(512, 64, 128)]),
+    "16 MiB, transposed": Case(0, [(2048, 2048)], order=(1, 0)),
+    "8 MiB bfloat16, transposed": Case(0, [(2048, 2048)], "bfloat16", (1, 0)),
+    "16 MiB, channels last to first": Case(0, [(64, 32, 32, 64)], order=(0, 3, 1, 2)),
+}
+ON_GPU = {
+    **{
+        f"{mib} MiB, dim {len(rest) - 1}": Case(
+            len(rest) - 1, [sized(mib, "bfloat16", *rest)], "bfloat16"
+        )
+        for mib in (64, 256, 1024)
+        for rest in ((4096,), (64, 256))
+    },
+    "256 MiB, dim 1, runs of 512 bytes": Case(1, [sized(256, "float32", 32, 32)]),
+    "256 MiB, dim 2": Case(2, [sized(256, "float32", 8, 64, 128)]),
+    "256 MiB, dim 1, odd": Case(1, [sized(256, "bfloat16", 64, 255)], "bfloat16"),
+    "8 x 64 MiB, dim 1": Case(1, [sized(64, "float32", 32, 1024)] * 8),
+    "8 x 1 MiB, dim 1": Case(1, [sized(1, "float32", 32, 256)] * 8),
+    "8 x 64 KiB, dim 1": Case(1, [(8, 32, 64)] * 8),
+    "256 MiB, transposed": Case(0, [sized(256, "float32", 8192)], order=(1, 0)),
+    "256 MiB of bfloat16, transposed": Case(
+        0, [sized(256, "bfloat16", 8192)], "bfloat16", order=(1, 0)
+    ),
+    "256 MiB, dim 1, float32 to bfloat16 and back": Case(
+        1, [sized(256, "float32", 64, 256)], cast="bfloat16"
+    ),
+}
+CASES = ON_CPU | ON_GPU
+CANDIDATES = {f"{name}: {way}": ("ours", "torch") for name in ON_CPU for way in ("split", "concat")}
 QUICK = {
     case: CANDIDATES[case]
     for case in (
@@ -38,77 +90,77 @@ QUICK = {
         "16 MiB, transposed: split",
     )
 }
-BASE = "torch"
-CONDITIONS = {
-    "micro-batches": CHUNKS,
-    "threads": torch.get_num_threads(),
-    "timing": "allocation included, candidates in turn, medians",
+GPU = {
+    f"{name}: {way}{called}": ("ours", "torch") if called else ("ours", "torch", "copy")
+    for name in ON_GPU
+    for way in ("split", "concat")
+    for called in ("", ", called")
 }
-SAMPLE = 2e-3  # seconds that a sample lasts at least; short calls are repeated
+GPU_QUICK = GPU
 
 
-def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random values."""
-    return torch.randn(*shape).to(dtype)
+def make(case: Case, options: Options) -> list[Tensor]:
+    """The tensors, with random contents; on a GPU's stand-in they are short."""
+    on_gpu = case not in ON_CPU.values()
+    tensors = []
+    for first, *rest in case.shapes:
+        shape = (min(first, 8) if options.quick and on_gpu else first, *rest)
+        tensor = torch.randn(shape, device=options.device).to(getattr(torch, case.dtype))
+        tensors.append(tensor if case.order is None else tensor.permute(case.order))
+    return tensors
 
 
-def sampler(function: Callable[[], Any]) -> Callable[[], float]:
-    """A candidate that repeats ``function`` for long enough and returns seconds per call."""
+def ways(case: Case, way: str, tensors: list[Tensor]) -> tuple[dict[str, Callable[[], Any]], int]:
+    """What the candidates call, and how many bytes each of them reads."""
+    dim = case.dim
+    there = getattr(torch, case.cast) if case.cast else None
+    back = tensors[0].dtype if case.cast else None
+    parts = split_micro_batches(tensors, CHUNKS, dim, dtype=there)
+    size = sum(t.nbytes for group in (tensors, *parts) for t in group) // 2
 
-    def repeated(count: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(count):
-            function()
-        return time.perf_counter() - begin
+    def copy() -> Callable[[], Any]:
+        source = torch.randint(256, (size,), dtype=torch.uint8, device=tensors[0].device)
+        return functools.partial(torch.empty_like(source).copy_, source)
 
-    repeated(3)
-    count = max(1, int(SAMPLE * 3 / repeated(3)))
-    return lambda: repeated(count) / count
+    def part_by_torch(part: Tensor) -> Tensor:
+        if there is None:
+            return part.contiguous()
+        return part.to(there, memory_format=torch.contiguous_format)
 
+    def split_by_torch() -> Any:
+        return [[part_by_torch(part) for part in t.chunk(CHUNKS, dim)] for t in tensors]
 
-def functions(tensors: list[Tensor], dim: int, direction: str) -> dict[str, Callable[[], Any]]:
-    """What the candidates call."""
-    parts = split_micro_batches(tensors, CHUNKS, dim)
-    if direction == "concat":
-        return {
-            "ours": lambda: concat_micro_batches(parts, dim),
-            "torch": lambda: [torch.cat(group, dim) for group in zip(*parts, strict=True)],
-        }
-    return {
-        "ours": lambda: split_micro_batches(tensors, CHUNKS, dim),
-        "torch": lambda: [[part.contiguous() for part in t.chunk(CHUNKS, dim)] for t in tensors],
-    }
+    def concat_by_torch() -> Any:
+        wholes = (torch.cat(group, dim) for group in zip(*parts, strict=True))
+        return [whole if back is None else whole.to(back) for whole in wholes]
 
-
-def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
-    """A row per case; seconds, and torch's median over ours."""
-    for case in plan:
-        name, direction = case.split(": ")
-        calls = functions(*TENSORS[name](), direction)
-        candidates = {name: sampler(function) for name, function in calls.items()}
-        samples = harness.alternate(candidates, warmup=2, rounds=5 if quick else 41)
-        found: dict[str, Any] = {name: harness.summary(times) for name, times in samples.items()}
-        ratio = found["torch"]["median"] / found["ours"]["median"]
-        row = {"case": name, "direction": direction, **found, "ratio": ratio}
-        yield Measured(case, samples, [row])
+    found: dict[str, Callable[[], Any]]
+    if way == "split":
+        ours = functools.partial(split_micro_batches, tensors, CHUNKS, dim, dtype=there)
+        found = {"ours": ours, "torch": split_by_torch}
+    else:
+        ours = functools.partial(concat_micro_batches, parts, dim, dtype=back)
+        found = {"ours": ours, "torch": concat_by_torch}
+    return found | {"copy": copy()}, size
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """A row per case and direction."""
+def wrong_elements(ours: Any, theirs: Any, way: str) -> int:
+    """Number of different elements. Torch's split results are by tensor, ours by micro-batch."""
+    if way == "split":
+        ours = itertools.chain.from_iterable(zip(*ours, strict=True))
+        theirs = itertools.chain.from_iterable(theirs)
+    return sum(int((a != b).sum()) for a, b in zip(ours, theirs, strict=True))
 
-    def median(times: dict[str, float]) -> str:
-        return f"{duration(times['median'])} ({spread(times)})"
 
-    return markdown(
-        ["case", "operation", "pipekernels (p10 to p90)", "torch (p10 to p90)", "torch / ours"],
-        [
-            [
-                row["case"],
-                row["direction"],
-                median(row["ours"]),
-                median(row["torch"]),
-                f"{row['ratio']:.2f}",
-            ]
-            for row in rows
-        ],
-    )
+def turns(case: str, names: Sequence[str], options: Options) -> Turns:
+    """Ours, torch's, and a copy."""
+    name, _, rest = case.partition(": ")
+    way, _, called = rest.partition(", ")
+    calls, size = ways(CASES[name], way, make(CASES[name], options))
+    wrong = wrong_elements(calls["ours"](), calls["torch"](), way)
+    seconds = call_seconds if called else device_seconds
+    sample = 0.0 if options.quick and name in ON_GPU else SAMPLE
+    runners = {each: sampler(calls[each], options.device, seconds, sample) for each in names}
+    more = {"ours": {"bytes": size, "wrong": wrong}}
+    rounds = (11 if name in ON_GPU else 41) if not options.quick else 5
+    return Turns(runners, 2, rounds, lambda: more)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
 import multiprocessing
+import os
 import socket
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-Runners = TypeVar("Runners", bound=Mapping[str, Any])
+import torch
+
 LIMIT = 120.0  # Seconds that a turn may take.
+PEERS = ("fairscale", "torchgpipe")  # Those that need not be installed.
+Serve = Callable[[Callable[[], float]], None]
 
 
 class Processes:
@@ -70,15 +75,51 @@ class Processes:
             process.join()
 
 
-@contextlib.contextmanager
-def closing(runners: Runners) -> Iterator[Runners]:
-    """Close those candidates that are :class:`Processes` in the end."""
-    try:
-        yield runners
-    finally:
-        for runner in runners.values():
-            if isinstance(runner, Processes):
-                runner.close()
+def started(
+    workers: Mapping[str, tuple[Any, ...]], names: Sequence[str], *arguments: Any
+) -> dict[str, Processes]:
+    """Those of ``names`` that are installed.
+
+    Args:
+        workers: by name: the number of ranks, the worker, and its last arguments.
+        arguments: the worker's first ones.
+    """
+    found = {}
+    for name in names:
+        package = name.partition(",")[0]
+        if package in PEERS and importlib.util.find_spec(package) is None:
+            print(f"{package} is not installed: left out")
+            continue
+        ranks, worker, *last = workers[name]
+        found[name] = Processes(ranks, worker, *arguments, *last)
+    return found
+
+
+def join(backend: str, rank: int, ranks: int, port: int) -> None:
+    """Join the other ranks by ``torch.distributed``, with one thread."""
+    import torch.distributed as dist
+
+    import pipekernels.distributed  # noqa: F401 - registers the backend
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    dist.init_process_group(
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
+    )
+
+
+def repeated(step: Callable[[], Any], count: int, warmup: int = 1) -> Callable[[], float]:
+    """A turn: seconds per step of ``count``, after ``warmup`` that do not count."""
+
+    def turn() -> float:
+        for _ in range(warmup):
+            step()
+        begin = time.perf_counter()
+        for _ in range(count):
+            step()
+        return (time.perf_counter() - begin) / count
+
+    return turn
 
 
 def _main(

@@ -1,49 +1,51 @@
-"""The benchmarks by name.
+"""The list of all benchmarks.
 
-A benchmark is a module of this folder, or of ``bench/pipeline``, that has
+A benchmark is a module that has
 
 * ``CANDIDATES``: of each case, by its name; ``QUICK``: those of the quick form;
-* ``measure(plan, quick)``: yields a :class:`bench.harness.Measured` for each case of ``plan``, a
-  part of ``CANDIDATES`` or ``QUICK``, in its order;
-* ``BASE``: the candidate that the others are compared with;
-* ``CONDITIONS`` and ``table(rows)``, for the result file and the page made of it; ``plot(rows,
-  path)``, if there is a plot;
-* ``OPERATION``, if its tests are named after something else than the module; ``UNIT`` of its
-  samples, if that is not ``"seconds"``.
+* ``turns(case, names, options)``: the :class:`bench.harness.Turns` of a case; or, where cases are
+  not measured one after another, ``measure(plan, options)``, which yields a
+  :class:`bench.harness.Measured` for each case of ``plan``, in its order;
+* ``BASE``: the candidate that the others are compared with: what a user would pick instead;
+* ``CONDITIONS``, for the result file and the page made of it;
+* ``table(rows)``, if :func:`bench.report.tables.table` is not enough; ``plot(rows, path)``, if a
+  page shows a plot; ``UNIT`` of its samples, if that is not ``"seconds"``.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
 FOLDER = Path(__file__).parent
-
-
-@functools.cache
-def names() -> dict[str, str]:
-    """The module of each benchmark, by name: those that define ``measure(plan, quick)``."""
-    files = {path.stem: path for path in chain(FOLDER.glob("*.py"), FOLDER.glob("pipeline/*.py"))}
-    return {
-        name: ".".join(("bench", *path.relative_to(FOLDER).with_suffix("").parts))
-        for name, path in sorted(files.items())
-        if "\ndef measure(plan" in path.read_text()
-    }
+# The modules of those on CPU ranks, by name.
+CPU = {
+    "collectives": "bench.collectives",
+    "ddp": "bench.ddp",
+    "decode": "bench.decode",
+    "engine": "bench.pipeline.engine",
+    "invariant": "bench.invariant",
+    "memory": "bench.pipeline.memory",
+    "micro_batch": "bench.micro_batch",
+    "pipe": "bench.pipeline.pipe",
+    "pipelined_generation": "bench.pipeline.pipelined_generation",
+    "tensor_parallel": "bench.tensor_parallel",
+    "timeline": "bench.pipeline.timeline",
+    "train_step": "bench.pipeline.train_step",
+}
+OPERATIONS = {"collectives": "all_reduce"}  # What tests are named after, if not the benchmark.
 
 
 def find(name: str) -> ModuleType:
-    """The module that measures ``name``, draws it and writes it down; ``bench.<name>`` for what is
-    measured by a program of its own."""
-    return importlib.import_module(names().get(name, f"bench.{name}"))
+    """The module that measures ``name`` and writes it down; ``bench.<name>`` for what a program of
+    its own measures."""
+    return importlib.import_module(CPU.get(name, f"bench.{name}"))
 
 
 def operation(name: str) -> str:
     """What the tests of a benchmark are named after."""
-    found: str = getattr(find(name), "OPERATION", name)
-    return found
+    return OPERATIONS.get(name, name)
 
 
 def unit(name: str) -> str:

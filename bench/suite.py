@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from bench import harness
-from bench.harness import Measured
+from bench import harness, records
+from bench.harness import Measured, Options, Plan
 from bench.registry import find, unit
 from bench.report.tables import duration, size
-
-Plan = Mapping[str, Sequence[str]]  # Candidates by case.
 
 
 class Suite:
@@ -17,16 +15,21 @@ class Suite:
 
     Args:
         plans: by benchmark, what to measure.
-        quick: whether in the quick form.
+        options: how.
         keep: whether to write the result file of a benchmark of which all cases are measured.
         tell: called with lines for the user.
     """
 
     def __init__(
-        self, plans: Mapping[str, Plan], *, quick: bool, keep: bool, tell: Callable[[str], None]
+        self,
+        plans: Mapping[str, Plan],
+        options: Options,
+        *,
+        keep: bool,
+        tell: Callable[[str], None],
     ) -> None:
         self._plans = plans
-        self._quick, self._keep, self._tell = quick, keep, tell
+        self._options, self._keep, self._tell = options, keep, tell
         self._running: dict[str, Iterator[Measured]] = {}
         self._found: dict[str, list[Measured]] = {}
 
@@ -38,7 +41,7 @@ class Suite:
         """
         plan, module = self._plans[name], find(name)
         if name not in self._running:
-            self._running[name] = module.measure(plan, self._quick)
+            self._running[name] = harness.measure(module, plan, self._options)
             self._found[name] = []
             assert module.__doc__
             self._tell(f"\n{name}: {module.__doc__.splitlines()[0]}")
@@ -57,9 +60,10 @@ class Suite:
     def _finish(self, name: str) -> None:
         found, module = self._found[name], find(name)
         self._tell("\n" + ratio_table(found, module.BASE, unit(name)))
-        if self._keep and not self._quick and set(module.CANDIDATES) == set(self._plans[name]):
+        whole = set(module.CANDIDATES) == set(self._plans[name])
+        if self._keep and not self._options.quick and whole:
             rows = [row for each in found for row in each.rows]
-            self._tell(f"{harness.save(name, rows, module.CONDITIONS)}")
+            self._tell(f"{records.save(name, rows, module.CONDITIONS)}")
 
     def close(self) -> None:
         """End what has not been measured to its end."""

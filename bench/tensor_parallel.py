@@ -3,8 +3,7 @@
 An MLP, Linear + GELU + Linear, whose first layer is column-parallel and whose second one is
 row-parallel: one all-reduce forward and one backward. Input and output are replicated.
 
-* ``one thread``, ``two threads``: the bare module in one process; one thread is the base of
-  ``speed-up``.
+* ``one thread``, ``two threads``: the bare module in one process.
 * ``pipekernels``: ``tensor_parallelize`` on two processes of one thread each, as all below.
 * ``DTensor``: ``torch.distributed.tensor.parallel`` on Gloo; then the same program on the
   ``torch.distributed`` backend ``pipekernels``.
@@ -13,18 +12,14 @@ row-parallel: one all-reduce forward and one backward. Input and output are repl
 
 from __future__ import annotations
 
-import importlib.util
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from bench import harness
-from bench.harness import Measured
-from bench.processes import Processes, closing
-from bench.report.tables import speed_ups
+from bench.harness import Options, Turns
+from bench.processes import Serve, join, repeated, started
 
 RANKS = 2
 WIDTH, HIDDEN = 768, 3072
@@ -42,15 +37,13 @@ CANDIDATES = dict.fromkeys(
     ),
 )
 QUICK = {"16 rows, forward": ("one thread", "two threads", "pipekernels", "DTensor, Gloo")}
-BASE = "one thread"
+BASE = "two threads"
 CONDITIONS = {
     "model": f"Linear({WIDTH}, {HIDDEN}) + GELU + Linear({HIDDEN}, {WIDTH}), float32",
     "ranks": f"{RANKS} processes of one thread",
     "timing": "slowest rank, candidates in turn, the first step of each turn does not count, "
     "medians",
 }
-
-Serve = Callable[[Callable[[], float]], None]
 
 
 def build() -> nn.Sequential:
@@ -80,13 +73,6 @@ def serve_steps(module: nn.Module, case: str, serve: Serve, threads: int = 1) ->
             y.backward(grad)
         return y
 
-    def turn() -> float:
-        step()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step()
-        return (time.perf_counter() - begin) / steps
-
     y, found = step().detach(), x.grad
     leaf = x.detach().requires_grad_()
     wanted = build()(leaf)
@@ -94,27 +80,18 @@ def serve_steps(module: nn.Module, case: str, serve: Serve, threads: int = 1) ->
     torch.testing.assert_close(y, wanted.detach())
     if backward:
         torch.testing.assert_close(found, leaf.grad)
-    serve(turn)
+    serve(repeated(step, steps))
 
 
 def _bare(rank: int, port: int, serve: Serve, case: str, threads: int) -> None:
     serve_steps(build(), case, serve, threads)
 
 
-def _join(backend: str, rank: int, port: int) -> None:
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
-    )
-
-
 def _pipekernels(rank: int, port: int, serve: Serve, case: str) -> None:
     from pipekernels import Communicator
     from pipekernels.tensor_parallel import tensor_parallelize
 
-    _join("gloo", rank, port)
+    join("gloo", rank, RANKS, port)
     with Communicator.from_process_group() as comm:
         module = build()
         tensor_parallelize(module, {"0": "column", "2": "row"}, comm)
@@ -129,9 +106,7 @@ def _dtensor(rank: int, port: int, serve: Serve, case: str, backend: str) -> Non
         parallelize_module,
     )
 
-    if backend == "pipekernels":
-        import pipekernels.distributed  # noqa: F401 - registers the backend
-    _join(backend, rank, port)
+    join(backend, rank, RANKS, port)
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     module = parallelize_module(build(), init_device_mesh("cpu", (RANKS,)), plan)
     serve_steps(module, case, serve)
@@ -141,7 +116,7 @@ def _fairscale(rank: int, port: int, serve: Serve, case: str) -> None:
     from fairscale.nn.model_parallel import initialize_model_parallel
     from fairscale.nn.model_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    _join("gloo", rank, port)
+    join("gloo", rank, RANKS, port)
     initialize_model_parallel(RANKS)
     whole = build()
     column = ColumnParallelLinear(WIDTH, HIDDEN, gather_output=False)
@@ -154,7 +129,7 @@ def _fairscale(rank: int, port: int, serve: Serve, case: str) -> None:
     serve_steps(nn.Sequential(column, nn.GELU(), row), case, serve)
 
 
-WORKERS: dict[str, tuple[Any, ...]] = {  # ranks, worker, and its arguments after the case
+WORKERS: dict[str, tuple[Any, ...]] = {
     "one thread": (1, _bare, 1),
     "two threads": (1, _bare, RANKS),
     "pipekernels": (RANKS, _pipekernels),
@@ -164,26 +139,6 @@ WORKERS: dict[str, tuple[Any, ...]] = {  # ranks, worker, and its arguments afte
 }
 
 
-def candidates(case: str, names: Sequence[str]) -> dict[str, Processes]:
-    """Those of ``names`` that are installed."""
-    if importlib.util.find_spec("fairscale") is None and "fairscale, Gloo" in names:
-        print("fairscale is not installed: left out")
-        names = [name for name in names if name != "fairscale, Gloo"]
-    found = {}
-    for name in names:
-        ranks, worker, *arguments = WORKERS[name]
-        found[name] = Processes(ranks, worker, case, *arguments)
-    return found
-
-
-def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
-    """Every candidate in turn."""
-    for case, names in plan.items():
-        with closing(candidates(case, names)) as runners:
-            samples = harness.alternate(runners, warmup=3, rounds=5 if quick else 60)
-        yield harness.compared(case, samples, BASE)
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """A row per candidate and case."""
-    return speed_ups(rows, BASE)
+def turns(case: str, names: Sequence[str], options: Options) -> Turns:
+    """Those that are installed."""
+    return Turns(started(WORKERS, names, case), 3, 5 if options.quick else 60)

@@ -41,5 +41,5 @@ def _test_of(name: str) -> Callable[..., None]:
     return test
 
 
-for _name in registry.names():
+for _name in registry.CPU:
     globals()[f"test_{registry.operation(_name)}"] = _test_of(_name)

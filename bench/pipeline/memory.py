@@ -12,19 +12,18 @@ in steps of some pages per thread: differences below 0.3 MiB mean nothing.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from bench import harness
-from bench.harness import Measured
-from bench.pipeline.train_step import SCHEDULES, STAGES, byte_gpt, piped
-from bench.processes import Processes, closing
-from bench.report.tables import markdown, size, svg
+from bench.harness import Options, Turns
+from bench.pipeline.train_step import GPT, SCHEDULES, STAGES, byte_gpt, piped
+from bench.processes import Processes, Serve
+from bench.report.tables import svg
 
 CHUNKS = (4, 8)
 CHECKPOINTED = "gpipe, checkpointed"
@@ -33,7 +32,7 @@ QUICK = {"gpt, 8 chunks": ("unpiped", "1f1b")}
 BASE = "unpiped"
 UNIT = "bytes"
 CONDITIONS = {
-    "model": "byte-level GPT, 8 blocks of width 256, 16 x 128 bytes, cross-entropy, float32",
+    "model": GPT,
     "pipeline": f"{STAGES} stages, one thread per lane; unpiped: one thread",
     "memory": "peak of resident memory in a step over that at its start, when gradients exist",
 }
@@ -60,7 +59,7 @@ def peak(work: Callable[[], Any]) -> float:
     return float(resident("VmHWM") - before)
 
 
-def _worker(rank: int, port: int, serve: Callable[..., None], candidate: str, chunks: int) -> None:
+def _worker(rank: int, port: int, serve: Serve, candidate: str, chunks: int) -> None:
     module, x, y, loss_fn = byte_gpt()
     schedule = candidate.partition(",")[0]
     checkpoint = "always" if candidate == CHECKPOINTED else "never"
@@ -80,59 +79,12 @@ def _worker(rank: int, port: int, serve: Callable[..., None], candidate: str, ch
     serve(turn)
 
 
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
-    """Every schedule in turn."""
-    for case, names in plan.items():
-        chunks = int(case.split()[1])
-        with _environment(SEPARATE):
-            runners = {name: Processes(1, _worker, name, chunks) for name in names}
-        with closing(runners):
-            # A pipe times its ways to run on its first passes.
-            samples = harness.alternate(
-                runners, warmup=1 if quick else 11, rounds=2 if quick else 9
-            )
-        summaries = {name: harness.summary(found) for name, found in samples.items()}
-        yield Measured(
-            case,
-            samples,
-            [
-                {
-                    "case": case,
-                    "candidate": name,
-                    **found,
-                    "share": found["median"] / summaries[BASE]["median"],
-                }
-                for name, found in summaries.items()
-            ],
-        )
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """A row per schedule and number of chunks."""
-    return markdown(
-        ["case", "candidate", "median", "p10 to p90", f"of {BASE}"],
-        [
-            [
-                row["case"],
-                row["candidate"],
-                size(row["median"]),
-                f"{size(row['p10'])} to {size(row['p90'])}",
-                f"{row['share']:.0%}",
-            ]
-            for row in rows
-        ],
-    )
+def turns(case: str, names: Sequence[str], options: Options) -> Turns:
+    """Every schedule; processes inherit the environment that they are started in."""
+    with mock.patch.dict(os.environ, SEPARATE):
+        runners = {name: Processes(1, _worker, name, int(case.split()[1])) for name in names}
+    # A pipe times its ways to run on its first passes.
+    return Turns(runners, 1 if options.quick else 11, 2 if options.quick else 9)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

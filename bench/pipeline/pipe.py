@@ -3,7 +3,7 @@
 Forward and backward of 8 x (Linear + GELU), 2 stages, 8 chunks, no checkpointing, one intra-op
 thread per worker:
 
-* ``sequential``: the bare module on the whole batch, one thread: the base of ``speed-up``.
+* ``sequential``: the bare module on the whole batch, one thread.
 * ``two threads``: the same with as many threads as the pipes have.
 * ``loop``: the bare module over the same 8 micro-batches, one thread: gradient accumulation.
 * ``independent stages``: a thread per stage, each over its own 8 micro-batches without waiting:
@@ -18,25 +18,22 @@ the bare module.
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from bench import harness
-from bench.harness import Measured
-from bench.processes import Processes, closing
-from bench.report.tables import duration, markdown, spread
+from bench.harness import Options, Turns
+from bench.processes import Serve, join, started
 from pipekernels import Pipe
 
 STAGES, CHUNKS, LAYERS = 2, 8, 8
 BALANCE = [2 * LAYERS // STAGES] * STAGES
 OPTIONS: dict[str, Any] = {"devices": ["cpu"] * STAGES, "chunks": CHUNKS, "checkpoint": "never"}
-CASES = {"wide": (512, 2048), "narrow": (64, 256)}  # width, batch
+CASES = {"wide": (512, 2048), "narrow": (64, 256)}  # Width, batch.
 CANDIDATES = dict.fromkeys(
     CASES,
     (
@@ -47,9 +44,10 @@ CANDIDATES = dict.fromkeys(
 QUICK = {
     "narrow": ("sequential", "two threads", "loop", "pipekernels", "torch.distributed.pipelining")
 }
-BASE = "sequential"
+BASE = "two threads"
 CONDITIONS = {
-    "model": f"{LAYERS} x (Linear + GELU), float32",
+    "model": f"{LAYERS} x (Linear + GELU), float32; wide: width 512, batch 2048; narrow: width 64, "
+    "batch 256",
     "pipeline": f"{STAGES} stages, {CHUNKS} chunks, no checkpointing, one thread per worker",
     "timing": "forward and backward, candidates in turn, each with one step that does not count "
     "and one that does; medians",
@@ -93,22 +91,27 @@ def check(found: Iterable[nn.Parameter], wanted: Sequence[torch.Tensor]) -> None
         assert error < 1e-4, f"gradients differ from the bare module's by {error:.1e} of their norm"
 
 
-def step(
-    module: nn.Module, x: torch.Tensor, grad: torch.Tensor, *, threads: int
-) -> Callable[[], float]:
-    """One forward and backward; gradients are dropped before the clock starts."""
+def timed(module: nn.Module, threads: int, step: Callable[[], Any]) -> Callable[[], float]:
+    """``step`` with gradients dropped before the clock starts."""
 
     def run() -> float:
         torch.set_num_threads(threads)
         module.zero_grad()
         begin = time.perf_counter()
-        module(x).backward(grad)
+        step()
         return time.perf_counter() - begin
 
     return run
 
 
-def warmed(turn: Callable[[], float]) -> Callable[[], float]:
+def step(
+    module: nn.Module, x: torch.Tensor, grad: torch.Tensor, *, threads: int
+) -> Callable[[], float]:
+    """One forward and backward."""
+    return timed(module, threads, lambda: module(x).backward(grad))
+
+
+def warm(turn: Callable[[], float]) -> Callable[[], float]:
     """Two steps, of which the second counts: in training each step finds warm caches, but here the
     steps of other candidates leave them cold."""
 
@@ -124,15 +127,11 @@ def loop(
 ) -> Callable[[], float]:
     """A plain loop over the micro-batches."""
 
-    def run() -> float:
-        torch.set_num_threads(threads)
-        module.zero_grad()
-        begin = time.perf_counter()
+    def step() -> None:
         for part, part_grad in zip(x.chunk(CHUNKS), grad.chunk(CHUNKS), strict=True):
             module(part).backward(part_grad)
-        return time.perf_counter() - begin
 
-    return run
+    return timed(module, threads, step)
 
 
 def independent(module: nn.Sequential, x: torch.Tensor, grad: torch.Tensor) -> Callable[[], float]:
@@ -162,34 +161,31 @@ def independent(module: nn.Sequential, x: torch.Tensor, grad: torch.Tensor) -> C
 
 
 def _checked(module: nn.Module, width: int, batch: int, threads: int = 1) -> Callable[[], float]:
-    """A step of ``module``, whose gradients are right."""
+    """Warm steps of ``module``, whose gradients are right."""
     x, grad = data(width, batch)
     run = step(module, x, grad, threads=threads)
     run()
     check(module.parameters(), gradients(build(width), x, grad))
-    return run
+    return warm(run)
 
 
-def _fairscale(rank: int, port: int, serve: Callable[..., None], width: int, batch: int) -> None:
+def _fairscale(rank: int, port: int, serve: Serve, width: int, batch: int) -> None:
     from fairscale.nn import Pipe
 
     serve(_checked(Pipe(build(width), BALANCE, **OPTIONS), width, batch))
 
 
-def _torchgpipe(rank: int, port: int, serve: Callable[..., None], width: int, batch: int) -> None:
+def _torchgpipe(rank: int, port: int, serve: Serve, width: int, batch: int) -> None:
     from torchgpipe import GPipe
 
     serve(_checked(GPipe(build(width), BALANCE, **OPTIONS), width, batch))
 
 
-def _pipelining(rank: int, port: int, serve: Callable[..., None], width: int, batch: int) -> None:
+def _pipelining(rank: int, port: int, serve: Serve, width: int, batch: int) -> None:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=STAGES
-    )
+    join("gloo", rank, STAGES, port)
     module = build(width)
     half = len(module) // STAGES
     part = module[rank * half : (rank + 1) * half]
@@ -215,77 +211,29 @@ def _pipelining(rank: int, port: int, serve: Callable[..., None], width: int, ba
     run()
     mine = len(wanted) // STAGES
     check(part.parameters(), wanted[rank * mine : (rank + 1) * mine])
-    serve(run)
+    serve(warm(run))
 
 
-def candidates(width: int, batch: int, names: Sequence[str]) -> dict[str, Callable[[], float]]:
-    """Those of ``names`` that are installed."""
+PROCESSES = {
+    "fairscale": (1, _fairscale),
+    "torchgpipe": (1, _torchgpipe),
+    "torch.distributed.pipelining": (STAGES, _pipelining),
+}
+
+
+def turns(case: str, names: Sequence[str], options: Options) -> Turns:
+    """Those that are installed."""
+    width, batch = CASES[case]
     x, grad = data(width, batch)
-    pipe = Pipe(build(width), BALANCE, **OPTIONS)
-    here: dict[str, Callable[[], float]] = {
-        "sequential": step(build(width), x, grad, threads=1),
-        "two threads": step(build(width), x, grad, threads=STAGES),
-        "loop": loop(build(width), x, grad),
-        "independent stages": independent(build(width), x, grad),
-        "pipekernels": _checked(pipe, width, batch, threads=STAGES),
+    here = {
+        "sequential": warm(step(build(width), x, grad, threads=1)),
+        "two threads": warm(step(build(width), x, grad, threads=STAGES)),
+        "loop": warm(loop(build(width), x, grad)),
+        "independent stages": warm(independent(build(width), x, grad)),
+        "pipekernels": _checked(Pipe(build(width), BALANCE, **OPTIONS), width, batch, STAGES),
     }
-    processes = {
-        "fairscale": (1, _fairscale),
-        "torchgpipe": (1, _torchgpipe),
-        "torch.distributed.pipelining": (STAGES, _pipelining),
-    }
-    found: dict[str, Callable[[], float]] = {}
-    for name in names:
-        if name in here:
-            found[name] = here[name]
-        elif importlib.util.find_spec(name.split(".")[0]) is None:
-            print(f"{name} is not installed: left out")
-        else:
-            ranks, worker = processes[name]
-            found[name] = Processes(ranks, worker, width, batch)
-    return found
-
-
-def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
-    """Every candidate that is installed, in turn."""
-    threads = torch.get_num_threads()
-    for case, names in plan.items():
-        width, batch = CASES[case]
-        rounds = (5 if quick else 42) * (1 if case == "wide" else 5)
-        with closing(candidates(width, batch, names)) as runners:
-            turns = {name: warmed(runner) for name, runner in runners.items()}
-            try:
-                # Pipe times its ways to run on its first passes, so the warm-up covers that too.
-                samples = harness.alternate(turns, warmup=4 if quick else 7, rounds=rounds)
-            finally:
-                torch.set_num_threads(threads)
-        found = harness.against(samples, BASE)
-        shape = {"case": case, "width": width, "batch": batch}
-        rows = [
-            {
-                **shape,
-                "candidate": name,
-                **figures,
-                "time over loop": figures["median"] / found["loop"]["median"],
-            }
-            for name, figures in found.items()
-        ]
-        yield Measured(case, samples, rows)
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """A row per candidate and case."""
-    return markdown(
-        ["case", "candidate", "median", "p10 to p90", "speed-up over sequential", "time over loop"],
-        [
-            [
-                f"{row['width']} wide, batch {row['batch']}",
-                row["candidate"],
-                duration(row["median"]),
-                spread(row),
-                f"{row['speed-up over sequential']:.2f}",
-                f"{row['time over loop']:.2f}",
-            ]
-            for row in rows
-        ],
-    )
+    others = started(PROCESSES, [name for name in names if name not in here], width, batch)
+    runners = {name: found for name, found in (here | others).items() if name in names}
+    rounds = (5 if options.quick else 42) * (1 if case == "wide" else 5)
+    # Pipe times its ways to run on its first passes, so the warm-up covers that too.
+    return Turns(runners, 4 if options.quick else 7, rounds)

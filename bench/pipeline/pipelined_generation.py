@@ -3,8 +3,7 @@
 The model has 110 M parameters, in the quick form 37 M. Greedy ``generate`` of transformers with KV
 caches.
 
-* ``in turn``: one micro-batch after the other, and so one stage after the other, on one thread; the
-  base of ``speed-up``.
+* ``in turn``: one micro-batch after the other, and so one stage after the other, on one thread.
 * ``whole batch, one thread``, ``whole batch, two threads``: the bare model and all prompts at once.
 * ``pipelined, 2``, ``pipelined, 4``: ``generate_pipelined`` with as many micro-batches, two stages
   of one thread each.
@@ -12,17 +11,13 @@ caches.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from bench import harness
 from bench.decode import QUICK_LAYERS, SHAPE
-from bench.harness import Measured
-from bench.processes import Processes, closing
-from bench.report.tables import speed_ups
+from bench.harness import Options, Turns
+from bench.processes import Processes, Serve, repeated
 
 PROMPTS, LENGTH, NEW = 8, 32, 32
 QUICK_NEW = 4
@@ -35,7 +30,7 @@ CANDIDATES = dict.fromkeys(
     ),
 )
 QUICK = {"float32": ("in turn", "whole batch, two threads", "pipelined, 2")}
-BASE = "in turn"
+BASE = "whole batch, two threads"
 CONDITIONS = {
     "model": "Llama, 12 layers of width 768, 12 heads, inner width 2048, 32000 tokens, tied: 110 M "
     "parameters; the second stage begins at the seventh layer",
@@ -46,7 +41,7 @@ CONDITIONS = {
 
 
 def _worker(
-    rank: int, port: int, serve: Any, dtype: torch.dtype, way: str, new: int, layers: int
+    rank: int, port: int, serve: Serve, dtype: torch.dtype, way: str, new: int, layers: int
 ) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -70,26 +65,17 @@ def _worker(
         found = [model.generate(p, attention_mask=torch.ones_like(p), **options) for p in parts]
         return torch.cat(found)
 
-    def turn() -> float:
-        begin = time.perf_counter()
-        assert generate().shape == (PROMPTS, LENGTH + new)
-        return (time.perf_counter() - begin) / (PROMPTS * new)
-
     torch.set_num_threads(1 if kind == "in turn" or number == "one thread" else 2)
+    found = generate()
+    assert found.shape == (PROMPTS, LENGTH + new)
     if dtype == torch.float32:
-        assert torch.equal(generate()[0], model.generate(prompts[:1], **options)[0])
-    serve(turn)
+        assert torch.equal(found[0], model.generate(prompts[:1], **options)[0])
+    turn = repeated(generate, 1, warmup=0)
+    serve(lambda: turn() / (PROMPTS * new))
 
 
-def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
-    """Every way in turn."""
-    work = (QUICK_NEW, QUICK_LAYERS) if quick else (NEW, SHAPE["num_hidden_layers"])
-    for case, ways in plan.items():
-        with closing({w: Processes(1, _worker, CASES[case], w, *work) for w in ways}) as runners:
-            samples = harness.alternate(runners, warmup=1, rounds=3 if quick else 5)
-        yield harness.compared(case, samples, BASE)
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """A row per way and dtype, in seconds per token."""
-    return speed_ups(rows, BASE)
+def turns(case: str, names: Sequence[str], options: Options) -> Turns:
+    """Every way."""
+    work = (QUICK_NEW, QUICK_LAYERS) if options.quick else (NEW, SHAPE["num_hidden_layers"])
+    runners = {way: Processes(1, _worker, CASES[case], way, *work) for way in names}
+    return Turns(runners, 1, 3 if options.quick else 5)

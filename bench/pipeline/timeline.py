@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from bench import harness
-from bench.harness import Measured
-from bench.pipeline.pipe import check
-from bench.pipeline.train_step import STAGES, byte_gpt, piped, timed
-from bench.report.tables import speed_ups, svg
+from bench.harness import Options, Turns
+from bench.pipeline.pipe import check, timed
+from bench.pipeline.train_step import GPT, STAGES, byte_gpt, piped
+from bench.report.tables import svg
 
 CHUNKS, SCHEDULE = 8, "1f1b"
 CASE = f"gpt, {CHUNKS} chunks, {SCHEDULE}"
 CANDIDATES = {CASE: ("one thread", "two threads", "pipekernels")}
 QUICK = CANDIDATES
-BASE = "one thread"
+BASE = "two threads"
 CONDITIONS = {
-    "model": "byte-level GPT, 8 blocks of width 256, 16 x 128 bytes, cross-entropy, float32",
+    "model": GPT,
     "pipeline": f"{STAGES} stages, {CHUNKS} chunks, {SCHEDULE}, no checkpointing, one thread per "
     "lane, recorded",
     "timing": "forward, loss and backward, candidates in turn, medians",
@@ -66,9 +65,8 @@ def recorder(pipe: Any, step: Callable[[], Any], steps: list[Step]) -> Callable[
     return run
 
 
-def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
-    """The pipe and the bare model in turn."""
-    threads = torch.get_num_threads()
+def turns(case: str, names: Sequence[str], options: Options) -> Turns:
+    """The pipe and the bare model."""
     module, x, y, loss_fn = byte_gpt()
     pipe = piped(byte_gpt()[0], CHUNKS, checkpoint="never")
     steps: list[Step] = []
@@ -79,32 +77,23 @@ def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured
     def train() -> None:
         pipe.train_step(x, y, loss_fn, schedule=SCHEDULE)
 
-    turns = {
+    runners = {
         "one thread": timed(module, 1, bare),
         "two threads": timed(module, STAGES, bare),
         "pipekernels": recorder(pipe, train, steps),
     }
-    rounds = 2 if quick else 21
-    for case in plan:
-        try:
-            turns["one thread"]()
-            turns["pipekernels"]()
-            check(pipe.parameters(), [p.grad for p in module.parameters() if p.grad is not None])
-            # A pipe times its ways to run on its first passes; the warm-up covers that.
-            samples = harness.alternate(turns, warmup=0 if quick else 11, rounds=rounds)
-        finally:
-            torch.set_num_threads(threads)
-        found = harness.compared(case, samples, BASE)
-        middle = statistics.median_low(samples["pipekernels"])
-        for row in found.rows:
-            if row["candidate"] == "pipekernels":
-                row["events"] = next(s.events for s in steps[-rounds:] if s.seconds == middle)
-        yield found
+    runners["one thread"]()
+    runners["pipekernels"]()
+    check(pipe.parameters(), [p.grad for p in module.parameters() if p.grad is not None])
+    rounds = 2 if options.quick else 21
 
+    def middle() -> dict[str, dict[str, Any]]:
+        median = statistics.median_low([step.seconds for step in steps[-rounds:]])
+        events = next(step.events for step in steps[-rounds:] if step.seconds == median)
+        return {"pipekernels": {"events": events}}
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """A row per candidate."""
-    return speed_ups(rows, BASE)
+    # A pipe times its ways to run on its first passes; the warm-up covers that.
+    return Turns(runners, 0 if options.quick else 11, rounds, middle)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

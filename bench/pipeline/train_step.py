@@ -9,19 +9,15 @@ module before they are timed.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from bench import harness
-from bench.harness import Measured
-from bench.pipeline.pipe import build, check
-from bench.report.tables import speed_ups, svg
+from bench.harness import Options, Turns
+from bench.pipeline.pipe import build, check, timed
 from demo.gpt import VOCABULARY, gpt
 from pipekernels import Pipe
 
@@ -36,11 +32,14 @@ CANDIDATES = {
     for chunks in CHUNKS
 }
 QUICK = {"wide, 8 chunks": CANDIDATES["wide, 8 chunks"]}
-BASE = "sequential"
+BASE = "two threads"
+GPT = (
+    f"byte-level GPT, {BLOCKS} blocks of width {GPT_WIDTH}, {SEQUENCES} x {CONTEXT} bytes, "
+    "cross-entropy, float32"
+)
 CONDITIONS = {
     "wide": f"8 x (Linear({WIDTH}) + GELU), batch {BATCH}, mean squared error, float32",
-    "gpt": f"byte-level GPT, {BLOCKS} blocks of width {GPT_WIDTH}, {SEQUENCES} x {CONTEXT} bytes, "
-    "cross-entropy, float32",
+    "gpt": GPT,
     "pipeline": f"{STAGES} stages, no checkpointing, one thread per lane",
     "timing": "forward, loss and backward, candidates in turn, medians",
 }
@@ -75,19 +74,6 @@ def piped(layers: nn.Sequential, chunks: int, **options: Any) -> Pipe:
     return Pipe(layers, balance, devices=["cpu"] * STAGES, chunks=chunks, **options)
 
 
-def timed(module: nn.Module, threads: int, step: Callable[[], Any]) -> Callable[[], float]:
-    """``step`` with gradients dropped before the clock starts."""
-
-    def run() -> float:
-        torch.set_num_threads(threads)
-        module.zero_grad()
-        begin = time.perf_counter()
-        step()
-        return time.perf_counter() - begin
-
-    return run
-
-
 def candidates(make: Callable[[], Task], chunks: int) -> dict[str, Callable[[], float]]:
     """The bare model, the pipe under autograd, and every schedule; each pipe has a model of its
     own, and the right gradients."""
@@ -112,43 +98,9 @@ def candidates(make: Callable[[], Task], chunks: int) -> dict[str, Callable[[], 
     return found
 
 
-def measure(plan: Mapping[str, Sequence[str]], quick: bool) -> Iterator[Measured]:
-    """Every candidate in turn."""
-    threads = torch.get_num_threads()
-    for case in plan:
-        model, _, chunks = case.partition(", ")
-        try:
-            turns = candidates(MODELS[model], int(chunks.split()[0]))
-            # A pipe times its ways to run on its first passes; the warm-up covers that.
-            warmup, rounds = (2, 4) if quick else (11, 40 if model == "wide" else 24)
-            samples = harness.alternate(turns, warmup=warmup, rounds=rounds)
-        finally:
-            torch.set_num_threads(threads)
-        found = harness.compared(case, samples, BASE)
-        yield found._replace(rows=[{"chunks": int(chunks.split()[0]), **r} for r in found.rows])
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """A row per candidate and case."""
-    return speed_ups(rows, BASE)
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up over the number of chunks for every candidate, an axis per model, as an SVG file."""
-    with svg(path, len(MODELS)) as axes:
-        for axis, model in zip(axes, MODELS, strict=True):
-            for index, name in enumerate(CANDIDATES[f"{model}, {CHUNKS[0]} chunks"]):
-                found = sorted(
-                    (r["chunks"], r[f"speed-up over {BASE}"])
-                    for r in rows
-                    if r["case"].startswith(f"{model}, ") and r["candidate"] == name
-                )
-                style = {"linestyle": "--"} if index < 2 else {}
-                label = {"sequential": "unpiped", "two threads": "unpiped, two threads"}.get(name)
-                if found:
-                    axis.plot(*zip(*found, strict=True), marker=".", label=label or name, **style)
-            axis.set(title=f"training step, {model}, {STAGES} stages", xlabel="chunks")
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(CHUNKS, map(str, CHUNKS))
-        axes[0].set_ylabel("speed-up over one thread, unpiped")
-        axes[0].legend()
+def turns(case: str, names: Sequence[str], options: Options) -> Turns:
+    """Every candidate."""
+    model, _, chunks = case.partition(", ")
+    # A pipe times its ways to run on its first passes; the warm-up covers that.
+    warmup, rounds = (2, 4) if options.quick else (11, 40 if model == "wide" else 24)
+    return Turns(candidates(MODELS[model], int(chunks.split()[0])), warmup, rounds)

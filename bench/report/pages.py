@@ -1,33 +1,61 @@
-"""Turns result files into plots beside them, and into the tables of README.md and docs/, between
-``<!-- bench:NAME -->`` markers. Those of GPUs, ``gpu.NAME`` and ``nccl``, may have no results yet.
+"""Turns result files into the tables of README.md and docs/, between ``<!-- bench:NAME -->``
+markers, and into the plots that pages show. Results of GPUs, ``gpu.NAME`` and ``nccl``, may be
+missing.
+
+A table is about one machine: that of the newest result file with all candidates. Ratios of the
+others are in it as ranges.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import registry
-from bench.harness import RESULTS
+from bench import records, registry
 from bench.report import summary
+from bench.report.tables import table
 
 UNMEASURED = "*Not measured on any GPU yet.*"
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def render(record: Mapping[str, Any]) -> str:
-    """One result file as Markdown: machine, the benchmark's table, and conditions."""
-    module = registry.find(record["name"])
-    machine = record["machine"]
-    gpu, cores, torch = machine.get("gpu"), f"{machine['cores']} cores", f"torch {machine['torch']}"
-    where = ", ".join(part for part in (gpu, machine["cpu"], cores, torch) if part)
+def ordered(found: Sequence[Mapping[str, Any]], plan: Mapping[str, Sequence[str]]) -> list[Any]:
+    """The result files, newest first, but before them the newest one that has all of ``plan``."""
+    wanted = {(case, name) for case, names in plan.items() for name in names}
+
+    def lacks(record: Mapping[str, Any]) -> int:
+        rows = {(row.get("case"), row.get("candidate")) for row in record["rows"]}
+        return len(wanted - rows)
+
+    first = min(found, key=lacks)
+    return [first, *(record for record in found if record is not first)]
+
+
+def render(found: Sequence[Mapping[str, Any]]) -> str:
+    """The result files of a benchmark as Markdown: one machine's table, and its conditions."""
+    module = registry.find(found[0]["name"])
+    record, *others = ordered(found, getattr(module, "CANDIDATES", {}))
+    rows = [other["rows"] for other in others]
+    if hasattr(module, "table"):
+        body = module.table(record["rows"], rows) if rows else module.table(record["rows"])
+    else:
+        unit, columns = registry.unit(record["name"]), getattr(module, "COLUMNS", ())
+        body = table(record["rows"], rows, module.BASE, unit, columns)
     how = "; ".join(f"{key}: {value}" for key, value in record["conditions"].items())
     note = f"*{record['date']}, commit {record['commit']}. {how}.*"
-    return f"**{where}**\n\n{module.table(record['rows'])}\n\n{note}"
+    if others:
+        names = dict.fromkeys(other["machine"]["cpu"] for other in others)
+        note += f"\n\n*Measured on {'; '.join(names)} as well.*"
+    return f"**{_machine(record)}**\n\n{body}\n\n{note}"
+
+
+def _machine(record: Mapping[str, Any]) -> str:
+    machine = record["machine"]
+    gpu, cores, torch = machine.get("gpu"), f"{machine['cores']} cores", f"torch {machine['torch']}"
+    return ", ".join(part for part in (gpu, machine["cpu"], cores, torch) if part)
 
 
 def update(text: str, rendered: Mapping[str, str]) -> str:
@@ -48,18 +76,14 @@ def update(text: str, rendered: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    """Rewrite every page, and every plot, from the result files of all machines."""
-    bodies: dict[str, list[str]] = {}
-    for path in sorted(RESULTS.glob("*/*.json")):
-        record = json.loads(path.read_text())
-        if "rows" not in record:  # what a tuner measured
-            continue
-        bodies.setdefault(record["name"], []).append(render(record))
-        plot = getattr(registry.find(record["name"]), "plot", None)
-        if plot is not None:
-            plot(record["rows"], path.with_suffix(".svg"))
-    rendered = {name: "\n\n".join(parts) for name, parts in bodies.items()}
+    """Rewrite every page from the result files of all machines, and the plots that pages show."""
+    texts = {page: page.read_text() for page in PAGES if page.exists()}
+    names = {name for text in texts.values() for name in re.findall(r"<!-- bench:(\S+) -->", text)}
+    rendered = {name: render(found) for name in names if (found := records.load(name))}
     rendered["summary"] = summary.table()
-    for page in PAGES:
-        if page.exists():
-            page.write_text(update(page.read_text(), rendered))
+    for page, text in texts.items():
+        page.write_text(update(text, rendered))
+        for link in re.findall(r"\]\(((?:\.\./)*bench/results/\S+\.svg)\)", text):
+            path = (page.parent / link).resolve()
+            record = records.read(path.with_suffix(".json"))
+            registry.find(record["name"]).plot(record["rows"], path)

@@ -1,15 +1,12 @@
-"""README's table: one row per kind of work, each from one result file, beside what a user would
-pick instead."""
+"""README's table: one row per kind of work, beside what a user would pick instead."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.harness import RESULTS
-from bench.report.tables import duration, markdown
+from bench import records
+from bench.report.tables import between, duration, markdown
 
 
 class Line(NamedTuple):
@@ -17,7 +14,8 @@ class Line(NamedTuple):
 
     Attributes:
         work: what is done.
-        name: the benchmark; the newest of its result files that has all candidates is taken.
+        name: the benchmark; times are of the newest of its result files that has all candidates,
+            ratios of all of them.
         where: fields of the result file's rows of this work.
         ours: the candidate that is this package.
         instead: the candidates beside it, and how the table calls them.
@@ -84,27 +82,30 @@ def table() -> str:
     """The table; a benchmark without a result file has no row yet."""
     rows = []
     for line in LINES:
-        for path in sorted(RESULTS.glob(f"*/{line.name}.json"), key=_date, reverse=True):
-            seconds = _medians(path, line)
-            if {line.ours, *line.instead} <= seconds.keys():
-                rows.append(_row(line, seconds, path))
-                break
+        found = records.load(line.name)
+        whole = [each for each in found if {line.ours, *line.instead} <= medians(each, line).keys()]
+        if whole:
+            ratios = ", ".join(
+                f"{label} {ratio(found, line, name)}" for name, label in line.instead.items()
+            )
+            machine = whole[0]["machine"]
+            folder = f"bench/results/{records.machine_name(machine)}"
+            link = f"[{machine['cpu']}]({folder}/{line.name}.json)"
+            rows.append([line.work, duration(medians(whole[0], line)[line.ours]), ratios, link])
     return markdown(["work", "here", "time of others over ours", "machine"], rows)
 
 
-def _date(path: Path) -> str:
-    return str(json.loads(path.read_text())["date"])
+def ratio(found: list[dict[str, Any]], line: Line, name: str) -> str:
+    """The time of ``name`` over ours: its range over all machines that have both."""
+    figures = [
+        times[name] / times[line.ours]
+        for times in (medians(record, line) for record in found)
+        if {name, line.ours} <= times.keys()
+    ]
+    return between(figures, ".3g") or f"{figures[0]:.3g}"
 
 
-def _medians(path: Path, line: Line) -> dict[str, float]:
-    rows = json.loads(path.read_text())["rows"]
-    chosen = [row for row in rows if line.where.items() <= row.items()]
+def medians(record: Mapping[str, Any], line: Line) -> dict[str, float]:
+    """The medians of a result file's rows of this work, by candidate."""
+    chosen = [row for row in record["rows"] if line.where.items() <= row.items()]
     return {row["candidate"]: row["median"] for row in chosen}
-
-
-def _row(line: Line, seconds: Mapping[str, float], path: Path) -> list[str]:
-    ours = seconds[line.ours]
-    ratios = [f"{label} {seconds[name] / ours:.3g}" for name, label in line.instead.items()]
-    machine = json.loads(path.read_text())["machine"]["cpu"]
-    link = path.relative_to(RESULTS.parent.parent).as_posix()
-    return [line.work, duration(ours), ", ".join(ratios), f"[{machine}]({link})"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+Row = dict[str, Any]
+FORMATS = {"share": ".0%", "of copy": ".0%", "of bound": ".0%", "GB/s": ".0f", "wrong": "d"}
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -33,27 +36,69 @@ def microseconds(figures: Mapping[str, float] | None) -> str:
     return "" if figures is None else f"{figures['median'] * 1e6:.2f}"
 
 
-def spread(figures: Mapping[str, float]) -> str:
-    """From the 10th percentile to the 90th, in seconds, of a :func:`bench.harness.summary`."""
-    return f"{duration(figures['p10'])} to {duration(figures['p90'])}"
+def spread(figures: Mapping[str, float], text: Any = duration) -> str:
+    """From the 10th percentile to the 90th of a :func:`bench.harness.summary`."""
+    return f"{text(figures['p10'])} to {text(figures['p90'])}"
 
 
-def speed_ups(rows: list[dict[str, Any]], base: str) -> str:
-    """A table with a row per case and candidate, and the ``'speed-up over <base>'`` of ``rows``."""
-    speed_up = f"speed-up over {base}"
-    return markdown(
-        ["case", "candidate", "median", "p10 to p90", speed_up],
-        [
-            [
-                row["case"],
-                row["candidate"],
-                duration(row["median"]),
-                spread(row),
-                f"{row[speed_up]:.2f}",
-            ]
-            for row in rows
-        ],
+def between(figures: Sequence[float], digits: str = ".2f") -> str:
+    """The range of ``figures``; nothing of fewer than two."""
+    return f"{min(figures):{digits}} to {max(figures):{digits}}" if len(figures) > 1 else ""
+
+
+def speed_ups(rows: Sequence[Row], base: str) -> dict[tuple[str, str], float]:
+    """The median of ``base`` over that of each candidate, by case and candidate."""
+    bases = {row["case"]: row["median"] for row in rows if row.get("candidate") == base}
+    return {
+        (row["case"], row["candidate"]): bases[row["case"]] / row["median"]
+        for row in rows
+        if row.get("case") in bases and "median" in row
+    }
+
+
+def table(
+    rows: Sequence[Row],
+    others: Sequence[Sequence[Row]],
+    base: str,
+    unit: str = "seconds",
+    columns: Sequence[str] = (),
+) -> str:
+    """A row per case and candidate.
+
+    Args:
+        rows: of the machine that the table is about.
+        others: of other machines: the table has the range of each ratio over all.
+        base: the candidate that the others are compared with. If no other machine has it, ranges
+            are those of ratios to the first candidate.
+        unit: of the figures: ``'seconds'`` or ``'bytes'``.
+        columns: further fields of rows to show.
+    """
+    text = duration if unit == "seconds" else size
+    ratios, machines = speed_ups(rows, base), [speed_ups(each, base) for each in (rows, *others)]
+    common = base
+    if sum(map(bool, machines)) < 2:  # The first candidate is one that older files have as well.
+        common = next((row["candidate"] for row in rows if "median" in row), base)
+        machines = [speed_ups(each, common) for each in (rows, *others)]
+    header = ["case", "candidate", "median", "p10 to p90", f"{base} / it"]
+    count = sum(map(bool, machines))
+    header.append(
+        f"{common} / it, on {count} machines" if common != base else f"on {count} machines"
     )
+    header += columns
+    lines = []
+    for row in rows:
+        if "median" not in row:
+            continue
+        key = row["case"], row["candidate"]
+        line = [*key, text(row["median"]), spread(row, text)]
+        line.append(f"{ratios[key]:.2f}" if key in ratios else "")
+        found = [each[key] for each in machines if key in each]
+        line.append("" if row["candidate"] == common else between(found))
+        for name in columns:
+            line.append(f"{row[name]:{FORMATS.get(name, '')}}" if name in row else "")
+        lines.append(line)
+    kept = [i for i in range(len(header)) if i < 4 or any(line[i] for line in lines)]
+    return markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ def rendered(name: str, rows: list[timing.Row]) -> str:
         "conditions": importlib.import_module(f"bench.gpu.{name}").CONDITIONS,
         "rows": rows,
     }
-    page = pages.render(json.loads(json.dumps(record)))
+    page = pages.render([json.loads(json.dumps(record))])
     assert page.startswith("**Some GPU, Some CPU, 16 cores, torch 2.11.0**\n\n")
     assert "*2026-01-31 12:00 UTC, commit 0123456789ab. " in page
     return page

@@ -188,7 +188,7 @@ def test_rows_are_kept_with_a_plot_and_shown_on_a_page(
     path = nccl.keep(rows)
     assert path == tmp_path / "nccl.json"
     record = json.loads(path.read_text())
-    page = pages.render(record)
+    page = pages.render([record])
     assert "**all_gather, ordinary tensors, out of place; 1 ranks**" in page
     assert "Geometric mean of Gloo / pipekernels: " in page and "Failed" not in page
     text = "<!-- bench:nccl -->\n<!-- /bench -->"

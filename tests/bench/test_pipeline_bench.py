@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from bench import decode
 from bench.pipeline import memory, pipe, timeline, train_step
 
 pytestmark = [pytest.mark.full, pytest.mark.project]
@@ -93,12 +92,6 @@ def row(case: str, candidate: str, median: float, **more: Any) -> dict[str, Any]
 
 
 ROWS: dict[Any, list[dict[str, Any]]] = {
-    train_step: [
-        row(case, name, 1.0, chunks=int(case.split()[1]), **{"speed-up over sequential": 1.5})
-        for case, names in train_step.CANDIDATES.items()
-        for name in names[1:]
-    ],
-    decode: [row(case, name, 0.02) for case, names in decode.CANDIDATES.items() for name in names],
     memory: [row(case, name, 2e8) for case, names in memory.CANDIDATES.items() for name in names],
     timeline: [
         row(timeline.CASE, "one thread", 0.02),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench import harness, registry
+from bench import ddp, harness, records, registry
 from bench.report import pages, summary, tables
 
 pytestmark = pytest.mark.project
@@ -32,22 +32,44 @@ def test_a_marker_without_results_names_the_command_to_run() -> None:
     assert pages.update(of_gpu, {}) == of_gpu.replace("old", "*Not measured on any GPU yet.*")
 
 
-def test_pages_are_written_from_the_results_of_all_machines(
+def row(case: str, candidate: str, median: float) -> dict[str, Any]:
+    return {"case": case, "candidate": candidate, **harness.summary([median] * 3)}
+
+
+def test_a_table_is_of_one_machine_with_the_range_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "page.md"
-    page.write_text("<!-- bench:gpu.soak -->\n<!-- /bench -->")
-    for gpu in ("one", "other"):
-        monkeypatch.setenv("OUT", str(tmp_path / gpu))
-        harness.save(
-            "gpu.soak", [{"ranks": 2, "calls": 7, "wrong": 0, "seconds": 1.0}], {"on": gpu}
-        )
-        (tmp_path / gpu / f"{gpu}.json").write_text('{"format": 1, "entries": []}')
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    page.write_text("<!-- bench:ddp -->\n<!-- /bench -->")
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
     monkeypatch.setattr(pages, "PAGES", [page])
+    whole = {case: list(names) for case, names in ddp.CANDIDATES.items()}
+    for day, (cpu, seconds, lacks) in enumerate((("Old", 2.0, ""), ("New", 4.0, "one thread"))):
+        rows = [row(case, name, seconds if name == "DDP, pipekernels" else 6.0)
+                for case, names in whole.items() for name in names if name != lacks]  # fmt: skip
+        monkeypatch.setattr(records._cache, "now", lambda day=day: f"2026-01-0{day + 1}")
+        monkeypatch.setattr(
+            records, "machine", lambda cpu=cpu: {"cpu": cpu, "cores": 2, "torch": 1}
+        )
+        monkeypatch.setenv("OUT", str(tmp_path / cpu))
+        path = records.save("ddp", rows, {"of": cpu})
+        assert len(path.read_text().splitlines()) == len(rows) + 9  # A line for each row.
+        (tmp_path / cpu / "tuned.json").write_text('{"format": 1, "entries": []}')
     pages.main()
-    assert page.read_text().count("| 2 | 7 | 0 | 1 |") == 2
-    assert "on: one" in page.read_text() and "on: other" in page.read_text()
+    text = page.read_text()
+    assert "**Old, 2 cores, torch 1**" in text and "Measured on New as well." in text
+    assert "| 4 sequences | DDP, pipekernels | 2 s | 2 s to 2 s | 3.00 | 1.50 to 3.00 |" in text
+    assert "| 4 sequences | DDP, Gloo | 6 s | 6 s to 6 s | 1.00 |  |" in text
+    assert "of: Old" in text and "of: New" not in text
+
+
+def test_ranges_are_of_ratios_to_what_older_files_have_too() -> None:
+    new = [row("a", "one thread", 8.0), row("a", "two threads", 4.0), row("a", "ours", 5.0)]
+    old = [row("a", "one thread", 9.0), row("a", "ours", 3.0)]
+    header, _, one, two, ours = tables.table(new, [old], "two threads").splitlines()
+    assert header.endswith("| two threads / it | one thread / it, on 2 machines |")
+    assert one.endswith("| 0.50 |  |") and two.endswith("| 1.00 |  |")
+    assert ours.endswith("| 0.80 | 1.60 to 3.00 |")
 
 
 @pytest.mark.parametrize("line", summary.LINES, ids=lambda line: line.name)
@@ -60,10 +82,10 @@ def test_the_summary_has_the_ratios_of_result_files() -> None:
     text = summary.table()
     for line in summary.LINES:
         if line.work in text:
-            (row,) = (row for row in text.splitlines() if line.work in row)
-            path = Path(registry.FOLDER.parent, re.findall(r"\]\((.*?)\)", row)[0])
-            rows = json.loads(path.read_text())["rows"]
-            rows = [each for each in rows if line.where.items() <= each.items()]
-            medians = {each["candidate"]: each["median"] for each in rows}
+            (found,) = (each for each in text.splitlines() if line.work in each)
+            path = Path(registry.FOLDER.parent, re.findall(r"\]\((.*?)\)", found)[0])
+            medians = summary.medians(records.read(path), line)
             for name, label in line.instead.items():
-                assert f"{label} {medians[name] / medians[line.ours]:.3g}" in row
+                low, high = re.findall(f"{label} ([0-9.]+)(?: to ([0-9.]+))?", found)[0]
+                ratio = float(f"{medians[name] / medians[line.ours]:.3g}")
+                assert float(low) <= ratio <= float(high or low)
