@@ -124,7 +124,12 @@ class P2PEdge:
 
 class CudaCommunicator:
     def __init__(
-        self, core: Communicator, device: int, symmetric_bytes: int, blocks: int = 64
+        self,
+        core: Communicator,
+        device: int,
+        symmetric_bytes: int,
+        blocks: int = 64,
+        parent: CudaCommunicator | None = None,
     ) -> None: ...
     def allocate(self, bytes: int, stream: int, /) -> object | None:
         """A DLPack capsule of bytes; ``None`` if there is no room."""

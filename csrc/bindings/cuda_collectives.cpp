@@ -60,7 +60,8 @@ void bind_cuda_collectives(py::module_& m) {
   using WithoutGil = py::call_guard<NoGil>;
 
   py::class_<CudaCommunicator>(m, "CudaCommunicator")
-      .def(py::init([](Communicator& core, int device, size_t symmetric_bytes, int blocks) {
+      .def(py::init([](Communicator& core, int device, size_t symmetric_bytes, int blocks,
+                       CudaCommunicator* parent) {
              if (symmetric_bytes > kMaxBytes) {
                throw std::invalid_argument("symmetric_bytes must be at most " +
                                            std::to_string(kMaxBytes) + ", got " +
@@ -68,10 +69,11 @@ void bind_cuda_collectives(py::module_& m) {
              }
              check_in_range("blocks", blocks, 1, kMaxDeviceBlocks);
              const NoGil no_gil;  // Not a call_guard: pybind11 registers the object in the call.
-             return std::make_unique<CudaCommunicator>(core, device, symmetric_bytes, blocks);
+             return std::make_unique<CudaCommunicator>(core, device, symmetric_bytes, blocks, parent);
            }),
            py::arg("core"), py::arg("device"), py::arg("symmetric_bytes"),
-           py::arg("blocks") = kMaxDeviceBlocks, py::keep_alive<1, 2>())
+           py::arg("blocks") = kMaxDeviceBlocks, py::arg("parent") = nullptr,
+           py::keep_alive<1, 2>())
       .def("allocate",
            [](CudaCommunicator& communicator, size_t bytes, uintptr_t stream) -> py::object {
              std::unique_ptr<CudaBuffer> buffer;

@@ -60,6 +60,67 @@ void use_few_blocks(Communicator& core) {
   CHECK(all_are(other.data(), other.size(), rank.sum()));
 }
 
+// A child, whose ranks are in reverse order, shares its parent's symmetric memory, also after the
+// parent has been closed; beside it takes memory for its staging alone.
+void share_heap(Communicator& core, Communicator& reversed) {
+  auto parent = std::make_unique<Rank>(core);
+  Rank child(reversed, kHeap, &parent->cuda), grandchild(reversed, kHeap, &child.cuda);
+  CHECK(child.number() == child.cuda.world_size() - 1 - parent->number());
+  const auto from_parent = parent->allocate(50'000, parent->stream);
+  const auto from_child = child.allocate(50'000, child.stream);
+  CHECK(parent->allocate(kHeap / sizeof(float) - 99'000, parent->stream) == nullptr);
+  const std::vector<float*> tensors{floats(*from_parent), floats(*from_child)};
+  for (Rank* rank : {parent.get(), &child, &grandchild}) {
+    if (rank == &grandchild) parent.reset();
+    for (float* data : tensors) {
+      CHECK(rank->location_of(data, 50'000) != 0);
+      for (const Algorithm way : kFixedAlgorithms) {
+        std::fill_n(data, 50'000, rank->number() + 1.0f);
+        rank->all_reduce(data, 50'000, way);
+        rank->cuda.synchronize();
+        CHECK(all_are(data, 50'000, rank->sum()));
+      }
+    }
+  }
+  barrier(core);  // No rank has unmapped its peers' memory before.
+}
+
+// A child takes device memory for its staging alone.
+void take_little_memory(Communicator& core, Communicator& reversed) {
+  const auto taken = [] {
+    size_t bytes = 0;
+    for (const auto& [base, allocation] : fake_cuda::device().memory) bytes += allocation.bytes;
+    return bytes;
+  };
+  Rank parent(core);
+  const size_t staging = parent.cuda.ranks().layout.heap();
+  CHECK(taken() <= kHeap + staging + 512);
+  const Rank child(reversed, kHeap, &parent.cuda);
+  CHECK(taken() <= kHeap + 2 * (staging + 512));
+  const Rank orphan(reversed, kHeap);
+  CHECK(taken() > 2 * kHeap + 3 * staging);
+}
+
+using WithOther = void (*)(Communicator& core, Communicator& reversed);
+
+void run_processes_twice(int n, WithOther body) {
+  const int fd = Segment::create(n);
+  run_processes(n, [&](Communicator& core) {
+    body(core, *join(fd, n, n - 1 - core.rank(), std::vector<int>(n, -1), Seconds(30)));
+  });
+  close(fd);
+}
+
+void run_threads_twice(int n, WithOther body) {
+  const int fd = Segment::create(n);
+  const auto segment = Segment::map(fd, n);
+  close(fd);
+  run_threads(n, [&](Communicator& core) {
+    Communicator reversed(segment, n - 1 - core.rank(), {}, Seconds(30), [] {});
+    body(core, reversed);
+  });
+}
+
 void replay(Communicator& core) {
   Rank rank(core);
   std::vector<float> data(50'000);
@@ -277,6 +338,8 @@ void test_processes() {
   run_processes(2, replay_too_early);
   run_processes(2, fail_set_up);
   run_processes(2, use_few_blocks);
+  for (const int n : {1, 2, 3}) run_processes_twice(n, share_heap);
+  run_processes_twice(2, take_little_memory);
 }
 
 void test_threads() {
@@ -289,6 +352,7 @@ void test_threads() {
   run_threads(1, reuse_memory);
   run_threads(2, reuse_memory_of_other_streams);
   run_threads(2, keep_captured_memory);
+  run_threads_twice(3, share_heap);
   // No memory, file descriptor or watcher thread is left.
   const auto& device = fake_cuda::device();
   CHECK(device.memory.empty() && device.pinned.empty() && device.events.empty());

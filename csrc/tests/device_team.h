@@ -136,7 +136,9 @@ class CpuDevices {
     ranks.rank = rank;
     ranks.timeout = timeout_;
     ranks.host = flags_[rank].get();
-    for (int peer = 0; peer < layout_.ranks; ++peer) ranks.memory[peer] = memory_[peer].get();
+    for (int peer = 0; peer < layout_.ranks; ++peer) {
+      ranks.memory[peer] = ranks.heap[peer] = memory_[peer].get();
+    }
     return ranks;
   }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import cast
 
@@ -43,7 +44,7 @@ class Collectives:
     def __init__(
         self,
         cpu_backend: CpuBackend,
-        make_device_backend: Callable[[torch.device], DeviceBackend],
+        make_device_backend: Callable[[torch.device, DeviceBackend | None], DeviceBackend],
         rank: int,
         world_size: int,
     ) -> None:
@@ -53,6 +54,7 @@ class Collectives:
         self._world_size = world_size
         self._all_reduce_tensor = cpu_backend.all_reduce_tensor
         self._cuda_backend: DeviceBackend | None = None  # Made at the first use of CUDA.
+        self._parent: weakref.ref[Collectives] | None = None  # That it was split off.
         self._lock = threading.Lock()  # Held while ``_cuda_backend`` is made.
 
     def _backend_for(self, device: torch.device) -> Backend:
@@ -61,7 +63,9 @@ class Collectives:
     def _device_backend(self, device: torch.device) -> DeviceBackend:
         with self._lock:
             if self._cuda_backend is None:
-                self._cuda_backend = self._make_device_backend(device)
+                parent = None if self._parent is None else self._parent()
+                shared = None if parent is None else parent._cuda_backend
+                self._cuda_backend = self._make_device_backend(device, shared)
         own = self._cuda_backend.device
         if device.type != "cuda" or device.index not in (None, own.index):
             raise ValueError(
@@ -281,7 +285,7 @@ class Collectives:
             shape: sizes, one by one or as one sequence.
             dtype: any but those of quantized tensors.
             device: the CPU if ``None``, or this rank's CUDA device. There, symmetric tensors take
-                at most ``PIPEKERNELS_SYMMETRIC_BYTES`` (environment variable; default 1 GiB).
+                at most ``PIPEKERNELS_SYMMETRIC_BYTES`` (environment variable; default 32 MiB).
 
         Raises:
             TypeError: ``dtype`` is not a dtype, or one of quantized tensors.

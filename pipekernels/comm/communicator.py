@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 _handles = itertools.count(1)
 # Compiled programs name a communicator by its handle. An entry lives as long as its communicator.
-_by_handle: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
+_by_handle: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 
 
 class Communicator(Collectives):
@@ -90,7 +90,7 @@ class Communicator(Collectives):
     def __init__(
         self,
         cpu_backend: CpuBackend,
-        make_device_backend: Callable[[torch.device], DeviceBackend],
+        make_device_backend: Callable[[torch.device, DeviceBackend | None], DeviceBackend],
         rank: int,
         world_size: int,
         timeout: float,
@@ -204,7 +204,7 @@ class Communicator(Collectives):
 
         if spans_hosts:
             hosts = MultiHostBackend(local, host_map, joined.link, timeout)
-            make = functools.partial(GroupBackend, rendezvous.group)
+            make = lambda device, parent: GroupBackend(rendezvous.group, device)
             return cls(hosts, make, host_map.rank, host_map.world_size, timeout, divide)
         make_own = functools.partial(CudaBackend, local, blocks=device_blocks)
         return cls(local, make_own, host_map.rank, host_map.world_size, timeout, divide)
@@ -284,7 +284,8 @@ class Communicator(Collectives):
         """A communicator over the ranks that give the same ``color``, as ``MPI_Comm_split`` does.
 
         A collective over all ranks. This communicator and the new ones are closed, and fail,
-        independently.
+        independently; on CUDA a new one shares the symmetric memory of this one, if this one has
+        used CUDA before.
 
         Args:
             color: chooses the new communicator; ``None`` for a rank that joins none.
@@ -302,7 +303,10 @@ class Communicator(Collectives):
             if value is not None and not isinstance(value, int):
                 raise TypeError(f"{name} must be an int or None, got {type(value).__name__}")
         key = self._rank if key is None else int(key)
-        return self._divide(self, None if color is None else int(color), key)
+        child = self._divide(self, None if color is None else int(color), key)
+        if child is not None:
+            child._parent = weakref.ref(self)
+        return child
 
     def close(self) -> None:
         """Leave: peers that need this rank, now or later, get a :class:`PeerError`.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels._arguments import integer
-from pipekernels._torch_private import in_backward
-from pipekernels.comm.backend import NativeBackend
+from pipekernels._torch_private import current_raw_stream, disable_dynamo, in_backward
+from pipekernels.comm.backend import DeviceBackend, NativeBackend
 from pipekernels.comm.codes import REDUCIBLE, REDUCTIONS
 from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import ReadyCounters, shape_digest
@@ -21,7 +21,7 @@ from pipekernels.comm.tensors import ReadyCounters, shape_digest
 _log = logging.getLogger(__name__)
 
 _VARIABLE = "PIPEKERNELS_SYMMETRIC_BYTES"
-_DEFAULT = 1 << 30
+_DEFAULT = 32 << 20
 MOST_BLOCKS = 64  # Thread blocks of a collective, as kMaxDeviceBlocks of the extension.
 
 
@@ -57,6 +57,8 @@ class CudaBackend(NativeBackend):
     Args:
         local: the backend for CPU tensors; to be closed after this.
         device: a CUDA device.
+        parent: the backend, if there is one, of the communicator that this one was split off. If it
+            is open on all ranks, its symmetric memory is shared.
         blocks: the most thread blocks of a collective; the same on all ranks.
 
     Raises:
@@ -65,7 +67,12 @@ class CudaBackend(NativeBackend):
     """
 
     def __init__(
-        self, local: SharedMemoryBackend, device: torch.device, *, blocks: int = MOST_BLOCKS
+        self,
+        local: SharedMemoryBackend,
+        device: torch.device,
+        parent: DeviceBackend | None = None,
+        *,
+        blocks: int = MOST_BLOCKS,
     ) -> None:
         _backend.require_cuda(device)
         if torch.cuda.is_current_stream_capturing():
@@ -74,8 +81,9 @@ class CudaBackend(NativeBackend):
                 "cannot hold; call one before the capture"
             )
         self.device = with_index(device)
+        parents = parent._native if isinstance(parent, CudaBackend) else None
         own: _backend.CudaCommunicator = _backend.load().CudaCommunicator(
-            local.core, self.device.index, symmetric_bytes(), blocks
+            local.core, self.device.index, symmetric_bytes(), blocks, parents
         )
         super().__init__(own)
         self.check = own.check
@@ -127,8 +135,11 @@ class CudaBackend(NativeBackend):
         self._native.close(abort)
 
     def _stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
+        assert current_raw_stream is not None  # As this build of torch has CUDA.
+        stream: int = current_raw_stream(self.device.index)
+        return stream
 
+    @disable_dynamo  # Which would trace the stream as an object.
     def _caller(self) -> tuple[int, bool]:
         """The current stream, and whether this thread may wait for those of other ranks."""
         return self._stream(), _may_meet()

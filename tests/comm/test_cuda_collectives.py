@@ -64,7 +64,7 @@ def test_unsupported_builds_and_devices_are_refused(monkeypatch: pytest.MonkeyPa
 
 def test_symmetric_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIPEKERNELS_SYMMETRIC_BYTES", raising=False)
-    assert cuda.symmetric_bytes() == 1 << 30
+    assert cuda.symmetric_bytes() == 32 << 20
     monkeypatch.setenv("PIPEKERNELS_SYMMETRIC_BYTES", "4096")
     assert cuda.symmetric_bytes() == 4096
     for wrong in ("", "0", "-1", "1e9", "1 GiB", str(1 << 50)):
@@ -142,9 +142,12 @@ def pretend_native(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replaces communicators of the extension on CUDA; returns their devices and thread blocks."""
     made: list[Any] = []
 
-    def native(core: object, device: int, symmetric_bytes: int, blocks: int) -> SimpleNamespace:
+    def native(
+        core: object, device: int, symmetric_bytes: int, blocks: int, parent: object
+    ) -> SimpleNamespace:
         made.append((device, blocks))
         return SimpleNamespace(
+            parent=parent,
             close=lambda abort: made.append("aborted" if abort else "closed"),
             check=None, synchronize=None,
         )  # fmt: skip
@@ -171,6 +174,20 @@ def test_device_blocks_arrive(monkeypatch: pytest.MonkeyPatch, split: bool) -> N
     assert own is not None
     own._device_backend(torch.device("cuda:0"))
     assert made == [(0, 5)]
+
+
+def test_a_child_is_given_what_its_parent_has_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_native(monkeypatch)
+    gpu = torch.device("cuda:0")
+    (comm,) = Communicator.threads(1)
+    before, after = comm.split(0), comm.split(0)
+    assert before is not None and after is not None
+    assert before._device_backend(gpu)._native.parent is None
+    parent = comm._device_backend(gpu)._native
+    assert after._device_backend(gpu)._native.parent is parent
+    del comm, parent
+    gc.collect()  # Children do not keep their parents.
+    assert after._parent is not None and after._parent() is None
 
 
 # ---- set-up and streams --------------------------------------------------------------------------

@@ -67,6 +67,7 @@ struct CudaCommunicator::SetupMessage {
   cudaUUID_t device;
   int32_t multiprocessors;
   int32_t most_blocks;
+  int32_t parents_rank;                   // In the parent whose heap it can share, or -1.
   cudaIpcMemHandle_t handle;              // If the ranks are processes.
   std::shared_ptr<DeviceMemory>* memory;  // If they are threads; valid until the next exchange().
 };
@@ -87,13 +88,13 @@ void CudaCommunicator::FreeFlags::operator()(HostFlags* flags) const {
 }
 
 CudaCommunicator::CudaCommunicator(Communicator& core, int device, size_t symmetric_bytes,
-                                   int most_blocks)
+                                   int most_blocks, CudaCommunicator* parent)
     : core_(core), device_(device), process_(process_generation()), segment_(core.segment()) {
   core.check();  // A closed communicator has no segment.
   try {
     wake_ = eventfd(0, EFD_CLOEXEC);
     if (wake_ < 0) throw std::runtime_error("eventfd failed");
-    set_up(symmetric_bytes, most_blocks);
+    set_up(symmetric_bytes, most_blocks, parent);
   } catch (...) {
     tear_down();
     throw;
@@ -101,15 +102,23 @@ CudaCommunicator::CudaCommunicator(Communicator& core, int device, size_t symmet
   watcher_ = std::make_unique<std::thread>([this] { watch(); });
 }
 
-void CudaCommunicator::set_up(size_t symmetric_bytes, int most_blocks) {
+void CudaCommunicator::set_up(size_t symmetric_bytes, int most_blocks, CudaCommunicator* parent) {
   if (core_.world_size() > kMaxDeviceRanks) {
     throw std::runtime_error("CUDA collectives take at most " + std::to_string(kMaxDeviceRanks) +
                              " ranks of one host, got " + std::to_string(core_.world_size()));
   }
   ranks_.rank = core_.rank();
   ranks_.timeout = static_cast<uint64_t>(core_.timeout().count() * 1e9);
-  agree_on_layout(most_blocks);
-  share_memory(symmetric_bytes);
+  SharedHeap parents{};
+  if (parent != nullptr && parent->device_ == device_) parents = parent->shared_heap();
+  agree_on_layout(most_blocks, parents);
+  share_memory(symmetric_bytes, parents);
+}
+
+CudaCommunicator::SharedHeap CudaCommunicator::shared_heap() {
+  const auto hold = lock();
+  if (closed_) return {};
+  return {heap_, heap_memory_, ranks_};
 }
 
 // Gathers the messages of all ranks. Throws on all ranks if one of them reports a problem.
@@ -126,6 +135,20 @@ void CudaCommunicator::exchange(SetupMessage& mine, std::vector<SetupMessage>& a
 
 namespace {
 
+// Lets `device` access the memory at `base`, of this process.
+void enable_access(std::byte* base, int device) {
+  cudaPointerAttributes attributes;
+  check_cuda(cudaPointerGetAttributes(&attributes, base), "cudaPointerGetAttributes");
+  if (attributes.device == device) return;
+  const cudaError_t status = cudaDeviceEnablePeerAccess(attributes.device, 0);
+  if (status == cudaSuccess) return;
+  cudaGetLastError();
+  if (status == cudaErrorPeerAccessAlreadyEnabled) return;
+  throw std::runtime_error("GPU " + std::to_string(device) + " cannot access GPU " +
+                           std::to_string(attributes.device) + " directly (" +
+                           cudaGetErrorString(status) + ")");
+}
+
 template <class Work>
 void record_error(char (&problem)[200], Work work) {
   try {
@@ -137,9 +160,11 @@ void record_error(char (&problem)[200], Work work) {
 
 }  // namespace
 
-void CudaCommunicator::agree_on_layout(int most_blocks) {
+// If all ranks can share their parents' heaps, sets the addresses of these, else clears `parents`.
+void CudaCommunicator::agree_on_layout(int most_blocks, SharedHeap& parents) {
   SetupMessage mine{};
   mine.most_blocks = most_blocks;
+  mine.parents_rank = parents.heap ? parents.ranks.rank : -1;
   record_error(mine.problem, [&] {
     const LaunchesPaused paused;
     const DeviceGuard guard(device_);
@@ -177,6 +202,11 @@ void CudaCommunicator::agree_on_layout(int most_blocks) {
     blocks = std::min(blocks, each.multiprocessors / static_cast<int>(sharers));
   }
   if (blocks < 1) throw std::runtime_error("more ranks share a GPU than it has multiprocessors");
+  const auto has_none = [](const SetupMessage& each) { return each.parents_rank < 0; };
+  if (std::any_of(all.begin(), all.end(), has_none)) parents = {};
+  for (int rank = 0; parents.heap && rank < core_.world_size(); ++rank) {
+    ranks_.heap[rank] = parents.ranks.heap[all[rank].parents_rank];
+  }
   ranks_.layout = {core_.world_size(),
                    blocks,
                    kSetBytes,
@@ -186,20 +216,23 @@ void CudaCommunicator::agree_on_layout(int most_blocks) {
                    push_limit(core_.world_size())};
 }
 
-void CudaCommunicator::share_memory(size_t symmetric_bytes) {
+void CudaCommunicator::share_memory(size_t symmetric_bytes, const SharedHeap& parents) {
   const size_t begin = (ranks_.layout.heap() + 511) / 512 * 512;
+  memory_ = std::make_shared<MappedMemory>(device_, segment_, core_.rank());
+  std::shared_ptr<DeviceMemory>& own = memory_->own;
   SetupMessage mine{};
   record_error(mine.problem, [&] {
     const DeviceGuard guard(device_);
-    memory_ = std::make_shared<DeviceMemory>(device_, begin + symmetric_bytes,
-                                             core_.is_threads() ? nullptr : segment_, core_.rank());
-    heap_ = std::make_shared<CudaHeap>(memory_, begin, symmetric_bytes);
+    own = std::make_shared<DeviceMemory>(device_, parents.heap ? begin : begin + symmetric_bytes,
+                                         core_.is_threads() ? nullptr : segment_, core_.rank());
+    heap_ = parents.heap ? parents.heap : std::make_shared<CudaHeap>(own, begin, symmetric_bytes);
+    heap_memory_ = parents.heap ? parents.memory : memory_;
     const LaunchesPaused paused;
-    check_cuda(cudaMemset(memory_->base(), 0, ranks_.layout.control_bytes()), "cudaMemset");
+    check_cuda(cudaMemset(own->base(), 0, ranks_.layout.control_bytes()), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    mine.memory = &memory_;
+    mine.memory = &own;
     if (!core_.is_threads()) {
-      check_cuda(cudaIpcGetMemHandle(&mine.handle, memory_->base()), "cudaIpcGetMemHandle");
+      check_cuda(cudaIpcGetMemHandle(&mine.handle, own->base()), "cudaIpcGetMemHandle");
     }
   });
   std::vector<SetupMessage> all;
@@ -210,28 +243,17 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes) {
     const DeviceGuard guard(device_);
     segment_->state(core_.rank()).device_mapper.store(getpid(), std::memory_order_release);
     for (int peer = 0; peer < core_.world_size(); ++peer) {
+      std::byte*& base = memory_->bases[peer];
       if (peer == core_.rank()) {
-        ranks_.memory[peer] = memory_->base();
+        base = own->base();
       } else if (core_.is_threads()) {
-        peers_.push_back(*all[peer].memory);
-        ranks_.memory[peer] = peers_.back()->base();
-        cudaPointerAttributes attributes;
-        check_cuda(cudaPointerGetAttributes(&attributes, ranks_.memory[peer]),
-                   "cudaPointerGetAttributes");
-        if (attributes.device == device_) continue;
-        const cudaError_t status = cudaDeviceEnablePeerAccess(attributes.device, 0);
-        if (status == cudaErrorPeerAccessAlreadyEnabled) {
-          cudaGetLastError();
-        } else if (status != cudaSuccess) {
-          cudaGetLastError();
-          throw std::runtime_error("GPU " + std::to_string(device_) + " cannot access GPU " +
-                                   std::to_string(attributes.device) + " directly (" +
-                                   cudaGetErrorString(status) + ")");
-        }
+        memory_->of_threads.push_back(*all[peer].memory);
+        base = memory_->of_threads.back()->base();
+        enable_access(base, device_);
       } else {
-        void* base = nullptr;
+        void* opened = nullptr;
         const cudaError_t status =
-            cudaIpcOpenMemHandle(&base, all[peer].handle, cudaIpcMemLazyEnablePeerAccess);
+            cudaIpcOpenMemHandle(&opened, all[peer].handle, cudaIpcMemLazyEnablePeerAccess);
         if (status != cudaSuccess) {
           cudaGetLastError();
           throw std::runtime_error("the GPU memory of rank " + std::to_string(peer) +
@@ -239,9 +261,11 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes) {
                                    "); CUDA IPC needs peer access between the GPUs, and one IPC "
                                    "namespace for all ranks");
         }
-        mapped_.push_back(base);
-        ranks_.memory[peer] = static_cast<std::byte*>(base);
+        memory_->opened.push_back(opened);
+        base = static_cast<std::byte*>(opened);
       }
+      ranks_.memory[peer] = base;
+      if (!parents.heap) ranks_.heap[peer] = base;
     }
   });
   exchange(outcome, all);
@@ -477,18 +501,17 @@ void CudaCommunicator::tear_down() {
   int previous = device_;
   cudaGetDevice(&previous);
   cudaSetDevice(device_);
-  for (void* base : mapped_) cudaIpcCloseMemHandle(base);
-  mapped_.clear();
-  peers_.clear();
-  segment_->state(core_.rank()).device_mapper.store(0, std::memory_order_release);
+  heap_memory_.reset();
+  const std::weak_ptr<MappedMemory> shared = memory_;
+  const std::shared_ptr<DeviceMemory> own = memory_ ? memory_->own : nullptr;
+  memory_.reset();
   // Peers usually close at the same time. Memory that they still map after this wait is freed
-  // later; see ~DeviceMemory().
+  // later; see ~DeviceMemory(). Those whose children are open do not unmap it.
   const auto deadline = Clock::now() + kGrace;
-  while (memory_ && memory_->is_mapped() && Clock::now() < deadline) {
+  while (own && shared.expired() && own->is_mapped() && Clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   heap_.reset();
-  memory_.reset();
   events_.reset();
   if (wake_ >= 0) ::close(wake_);
   wake_ = -1;

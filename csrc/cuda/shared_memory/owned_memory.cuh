@@ -3,7 +3,9 @@
 
 #include <cstddef>
 #include <memory>
+#include <vector>
 
+#include "pipekernels/shared_memory/device_memory.h"
 #include "pipekernels/shared_memory/segment.h"
 
 namespace pipekernels {
@@ -28,6 +30,25 @@ class DeviceMemory {
   const std::shared_ptr<Segment> mappers_;
   const int rank_;
   std::byte* base_ = nullptr;
+};
+
+// A rank's memory, and its mappings of the peers' memory. The communicators that were split off its
+// own share it.
+struct MappedMemory {
+  MappedMemory(int device, std::shared_ptr<Segment> segment, int rank);
+  // Unmaps the peers' memory.
+  ~MappedMemory();
+  MappedMemory(const MappedMemory&) = delete;
+  MappedMemory& operator=(const MappedMemory&) = delete;
+
+  const int device;
+  const unsigned process;
+  const std::shared_ptr<Segment> segment;
+  const int rank;
+  std::shared_ptr<DeviceMemory> own;
+  std::vector<std::shared_ptr<DeviceMemory>> of_threads;  // The peers' if they are threads.
+  std::vector<void*> opened;                              // The mappings if they are processes.
+  std::byte* bases[kMaxDeviceRanks] = {};                 // By rank.
 };
 
 }  // namespace pipekernels

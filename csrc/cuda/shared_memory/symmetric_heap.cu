@@ -93,6 +93,21 @@ DeviceMemory::~DeviceMemory() {
   }
 }
 
+MappedMemory::MappedMemory(int device_, std::shared_ptr<Segment> segment_, int rank_)
+    : device(device_), process(process_generation()), segment(std::move(segment_)), rank(rank_) {}
+
+MappedMemory::~MappedMemory() {
+  if (process != process_generation()) return;
+  int previous = device;
+  cudaGetDevice(&previous);
+  cudaSetDevice(device);
+  for (void* base : opened) cudaIpcCloseMemHandle(base);
+  of_threads.clear();
+  segment->state(rank).device_mapper.store(0, std::memory_order_release);
+  cudaSetDevice(previous);
+  cudaGetLastError();
+}
+
 bool DeviceMemory::is_mapped() const { return mappers_ && mapped_by_peers(*mappers_, rank_); }
 
 CudaHeap::CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t capacity)

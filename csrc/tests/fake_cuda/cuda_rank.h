@@ -57,8 +57,8 @@ constexpr Algorithm kFixedAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoSh
 
 // One rank with its own stream.
 struct Rank {
-  explicit Rank(Communicator& core, size_t heap = kHeap)
-      : cuda(core, 0, heap), stream(fake_cuda::make_stream()) {}
+  explicit Rank(Communicator& core, size_t heap = kHeap, CudaCommunicator* parent = nullptr)
+      : cuda(core, 0, heap, kMaxDeviceBlocks, parent), stream(fake_cuda::make_stream()) {}
 
   uint64_t location_of(const float* data, size_t count) const {
     return cuda.location_of(data, count * sizeof(float));

@@ -27,8 +27,9 @@
 
 namespace pipekernels {
 
-// A rank's device memory; see csrc/cuda/shared_memory/owned_memory.cuh.
+// See csrc/cuda/shared_memory/owned_memory.cuh.
 class DeviceMemory;
+struct MappedMemory;
 
 // The allocator of a rank's symmetric tensors, in a part of its device memory.
 class CudaHeap {
@@ -93,10 +94,12 @@ struct CudaCaller {
 class CudaCommunicator {
  public:
   // All ranks of `core`, which must outlive this object, construct theirs together. `most_blocks`:
-  // the most thread blocks of a kernel of this rank. Throws std::runtime_error on all ranks if one
-  // of them cannot use its device, or has another `most_blocks`.
+  // the most thread blocks of a kernel of this rank. `parent`: this rank's communicator that `core`
+  // was split off, or null; if it is open and on the same device on all ranks, its symmetric memory
+  // is shared, and `symmetric_bytes` ignored. Throws std::runtime_error on all ranks if one of them
+  // cannot use its device, or has another `most_blocks`.
   CudaCommunicator(Communicator& core, int device, size_t symmetric_bytes,
-                   int most_blocks = kMaxDeviceBlocks);
+                   int most_blocks = kMaxDeviceBlocks, CudaCommunicator* parent = nullptr);
   ~CudaCommunicator();
   CudaCommunicator(const CudaCommunicator&) = delete;
   CudaCommunicator& operator=(const CudaCommunicator&) = delete;
@@ -130,9 +133,18 @@ class CudaCommunicator {
     void operator()(HostFlags* flags) const;
   };
 
-  void set_up(size_t symmetric_bytes, int most_blocks);
-  void agree_on_layout(int most_blocks);
-  void share_memory(size_t symmetric_bytes);
+  // The symmetric memory of a communicator, and where its ranks see each other's.
+  struct SharedHeap {
+    std::shared_ptr<CudaHeap> heap;
+    std::shared_ptr<MappedMemory> memory;
+    DeviceRanks ranks;
+  };
+
+  void set_up(size_t symmetric_bytes, int most_blocks, CudaCommunicator* parent);
+  // Of an open communicator; without a heap if it is closed.
+  SharedHeap shared_heap();
+  void agree_on_layout(int most_blocks, SharedHeap& parents);
+  void share_memory(size_t symmetric_bytes, const SharedHeap& parents);
   void exchange(SetupMessage& mine, std::vector<SetupMessage>& all);
   void enqueue(const void* kernel, const DeviceLaunch& launch, void* stream);
   void record(void* stream);
@@ -151,9 +163,8 @@ class CudaCommunicator {
   const unsigned process_;
   const std::shared_ptr<Segment> segment_;
   DeviceRanks ranks_{};
-  std::shared_ptr<DeviceMemory> memory_;
-  std::vector<std::shared_ptr<DeviceMemory>> peers_;  // The peers' memory if they are threads.
-  std::vector<void*> mapped_;                         // The mappings of it if they are processes.
+  std::shared_ptr<MappedMemory> memory_;
+  std::shared_ptr<MappedMemory> heap_memory_;  // With the heap; a parent's, or `memory_`.
   std::shared_ptr<CudaHeap> heap_;
   std::unique_ptr<HostFlags, FreeFlags> flags_{nullptr, FreeFlags{process_}};
   std::unique_ptr<Events> events_;

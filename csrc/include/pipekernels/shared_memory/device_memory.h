@@ -4,6 +4,8 @@
 //
 //   [ control | thread block states | cells | inboxes | staging per thread block | symmetric heap ]
 //
+// A communicator that was split off another one uses the heap of that one instead.
+//
 // Thread block b of a rank synchronises only with thread block b of every other rank. Each block
 // index has its own cells, inboxes, counters and staging, so calls may differ in their number of
 // blocks and in how they divide the data among them. A rank writes its signals into the memory of
@@ -166,6 +168,7 @@ struct DeviceRanks {
   uint64_t timeout;                    // Nanoseconds, for each wait.
   HostFlags* host;                     // As mapped on this rank's device.
   std::byte* memory[kMaxDeviceRanks];  // Of each rank, as mapped on this rank's device.
+  std::byte* heap[kMaxDeviceRanks];    // What locations count from: `memory`, or a parent's.
 };
 
 // Counters by which the kernel that writes a tensor tells how far it has come. Elements
