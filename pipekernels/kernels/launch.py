@@ -67,7 +67,8 @@ def launch(
         product: what to compute.
         config: the kernel's configuration.
         generation: of the GPU, see :func:`pipekernels.kernels.config.generation`.
-        sms: how many multiprocessors to use.
+        sms: how many multiprocessors to use, each by one program if ``ready`` is given: the others
+            are left to what waits for it.
         ready: int32 [groups of rows], counters that announce finished tiles: when all rows of a
             group are stored, its counter has grown by ``group_m`` times the columns of tiles. Needs
             ``split_k == 1``.
@@ -83,7 +84,8 @@ def launch(
         arrivals = _zeros(a.device, rows * columns)
         programs = items
     else:
-        programs = min(items, sms * _residents(blocks, a.element_size(), generation))
+        residents = 1 if ready is not None else _residents(blocks, a.element_size(), generation)
+        programs = min(items, sms * residents)
     tma = generation >= 90
     a_via, a_operand, a_strides = _access(a, (blocks.m, blocks.k), tma)
     b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma)

@@ -1,6 +1,7 @@
 """Measures the Triton kernel against the vendor's library on the local GPU.
 
-Times are medians of ``triton.testing.do_bench``, for which operands are out of the L2 cache. All
+Times are medians on the device: calls are queued while it waits, so that none of them waits for its
+launch, which takes longer than a small product, and operands are out of the L2 cache. All
 candidates are timed once; then the library and those near the fastest take turns. The operands are
 random. Candidates whose result is wrong, or less accurate than the library's, are dropped.
 """
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.testing import do_bench
 
 from pipekernels import _cache
+from pipekernels._torch_private import wait_on_gpu
 from pipekernels.kernels.config import Config, candidates, generation, variants
 from pipekernels.kernels.launch import Product, launch
 from pipekernels.kernels.table import Measurement, Shape, Table, shape_class
@@ -27,7 +28,9 @@ from pipekernels.kernels.table import Measurement, Shape, Table, shape_class
 DEVICE = "cuda"
 ROUNDS = 5  # Of the library and the candidates that took at most
 NEAR = 1.15  # times as long as the fastest.
-SAMPLE = 10  # Milliseconds.
+CALLS = 10  # Of a sample,
+HEAD_START = 3_000_000  # for which the device waits so many clock cycles first, or longer.
+CACHED = 128 << 20  # Bytes that no L2 cache holds.
 LAUNCHES = 100
 TRIED = 8  # Number of candidates, by estimate;
 GROUPS = (4, 16)  # the best two also with these group_m, and with variants of their blocks.
@@ -126,11 +129,10 @@ def measure_product(
         else:
             launch(product, config, generation=gpu_generation, sms=sms)
 
+    cache = torch.empty(CACHED, dtype=torch.uint8, device=DEVICE)
+
     def seconds(config: Config | None) -> float:
-        milliseconds: float = do_bench(
-            lambda: run(config), warmup=SAMPLE / 5, rep=SAMPLE, return_mode="median"
-        )
-        return milliseconds / 1e3
+        return device_seconds(lambda: run(config), cache)
 
     configs = configs or tried(shape, gpu_generation, sms)
     trial = {
@@ -139,6 +141,27 @@ def measure_product(
     near = [config for config, each in trial.items() if each <= NEAR * min(trial.values())]
     rounds = [{config: seconds(config) for config in (None, *near)} for _ in range(ROUNDS)]
     return {each: statistics.median(times[each] for times in rounds) for each in rounds[0]}
+
+
+def device_seconds(call: Callable[[], None], cache: Tensor) -> float:
+    """The median time of ``call`` on the device; writes to ``cache``, which evicts its operands."""
+    call()
+    cycles = HEAD_START
+    while True:
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(CALLS)]
+        torch.cuda.synchronize()
+        wait_on_gpu(cycles)
+        for begin, end in marks:
+            cache.zero_()
+            begin.record()
+            call()
+            end.record()
+        queued_in_time = not marks[0][0].query()
+        torch.cuda.synchronize()
+        if queued_in_time or cycles >= 16 * HEAD_START:
+            times: list[float] = [begin.elapsed_time(end) for begin, end in marks]
+            return statistics.median(times) / 1e3
+        cycles *= 2
 
 
 def tried(shape: Shape, gpu_generation: int, sms: int) -> list[Config]:

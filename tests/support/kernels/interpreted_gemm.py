@@ -296,12 +296,12 @@ def test_tuning_drops_wrong_results_and_keeps_the_fastest(
         if config == wrong:
             product.out[0, 0] += 1
 
-    def bench(call: Callable[[], None], **options: Any) -> float:
+    def seconds(call: Callable[[], None], cache: Tensor) -> float:
         launched.clear()
         call()
-        milliseconds = 2.0 if launched == [slow] else 1.0
+        found = 2e-3 if launched == [slow] else 1e-3
         timed.update(launched)
-        return milliseconds
+        return found
 
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=4)
     for name, fake in {
@@ -314,7 +314,7 @@ def test_tuning_drops_wrong_results_and_keeps_the_fastest(
     for name, fake in {
         "DEVICE": "cpu",
         "LAUNCHES": 2,
-        "do_bench": bench,
+        "device_seconds": seconds,
         "launch": launch_one_wrongly,
         "candidates": lambda *product: [wrong, right],
         "variants": lambda *blocks: [variant.blocks],
