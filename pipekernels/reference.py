@@ -57,7 +57,8 @@ def all_reduce(inputs: list[Tensor], op: str = "sum", order: str = "rank") -> Te
 
     total = reduce(inputs)
     if op == "avg":
-        total = total / len(inputs)
+        # By a tensor, as torch multiplies by the reciprocal of a number on CUDA.
+        total = total / total.new_tensor(len(inputs))
     return total.to(dtype)
 
 

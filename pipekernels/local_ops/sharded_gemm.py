@@ -93,8 +93,8 @@ def sharded_gemm(
     if chosen is None and not is_open:
         y = functional.linear(x, weight, bias)
         return y if residual is None else y + residual
-    matrix, n = x.reshape(-1, x.shape[-1]), weight.shape[0]
-    residual = None if residual is None else residual.reshape(-1, n)
+    matrix, n = as_matrix(x), weight.shape[0]
+    residual = None if residual is None else as_matrix(residual)
     if autocast:
         matrix, weight = matrix.to(dtype), weight.to(dtype)
         bias = bias if bias is None else bias.to(dtype)
@@ -113,12 +113,17 @@ def sharded_gemm(
     return product.view(*x.shape[:-1], n)
 
 
+def as_matrix(x: Tensor) -> Tensor:
+    """``x`` ``[..., k]`` as ``[rows, k]``; ``k`` may be 0."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def _choose_now(
     x: Tensor, weight: Tensor, residual: Tensor | None, dtype: torch.dtype, algorithm: str
 ) -> Chosen | None:
     """:func:`choose`; but launch-bound products go to :func:`run` once, which loads the kernel."""
-    matrix = x.reshape(-1, x.shape[-1])
-    added = None if residual is None else residual.reshape(-1, weight.shape[0])
+    matrix = as_matrix(x)
+    added = None if residual is None else as_matrix(residual)
     chosen = choose(matrix, weight, None, added, algorithm=algorithm, dtype=dtype)
     if chosen is not None and chosen.launch_bound:
         key = x.device, weight.shape, chosen.config

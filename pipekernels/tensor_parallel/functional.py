@@ -39,7 +39,7 @@ from pipekernels.comm.functional import all_gather, all_reduce
 from pipekernels.comm.tensors import check_rows
 from pipekernels.local_ops.dispatch import can_skip_dispatcher
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
-from pipekernels.local_ops.sharded_gemm import ALGORITHMS, sharded_gemm
+from pipekernels.local_ops.sharded_gemm import ALGORITHMS, as_matrix, sharded_gemm
 from pipekernels.local_ops.transforms import check_differentiated_once, deny_tangents
 from pipekernels.tensor_parallel.products import linear_all_reduce
 
@@ -294,12 +294,12 @@ class _RowLinear(torch.autograd.Function):
         algorithm = "triton" if ctx.algorithm == "overlapped" else ctx.algorithm
         if ctx.scatter:
             grad = all_gather(grad, ctx.comm)
-        rows = grad.reshape(-1, weight.shape[0])  # [rows, out_features]
+        rows = as_matrix(grad)  # [rows, out_features]
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = _product(rows, weight.t(), ctx.on_gpu, algorithm).view(x.shape)
         if ctx.needs_input_grad[1]:
-            flat = x.reshape(-1, x.shape[-1])
+            flat = as_matrix(x)
             grad_weight = _product(rows.t(), flat.t(), ctx.on_gpu, algorithm)
         return grad_x, grad_weight, None, None, None, None
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from pipekernels.comm import Communicator
 from pipekernels.local_ops.gemm_choice import Chosen, choose
-from pipekernels.local_ops.sharded_gemm import run, sharded_gemm
+from pipekernels.local_ops.sharded_gemm import as_matrix, run, sharded_gemm
 from pipekernels.local_ops.skinny_gemm import may_be_skinny, skinny_into, skinny_linear
 from pipekernels.tensor_parallel import overlap
 
@@ -74,14 +74,14 @@ def linear_all_reduce(
     """
     out = comm.output((*x.shape[:-1], weight.shape[0]), x)
     if x.is_cuda:
-        rows, product = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
+        rows, product = as_matrix(x), as_matrix(out)
         chosen = _choose(rows, weight, product, comm, scatter, algorithm)
         if chosen is not None and chosen.reducing_blocks:
             overlap.gemm_all_reduce(rows, weight, product, comm, chosen)
             return out
         run(chosen, product, rows, weight)
     else:
-        rows, product = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
+        rows, product = as_matrix(x), as_matrix(out)
         torch.mm(rows, weight.t(), out=product)
     return comm.reduce_scatter(out) if scatter else comm.all_reduce(out)
 

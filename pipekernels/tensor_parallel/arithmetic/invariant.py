@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
+from pipekernels.local_ops.sharded_gemm import as_matrix
 from pipekernels.local_ops.skinny_gemm import skinny_linear, skinny_partial
 from pipekernels.local_ops.slab_gemm import slab_gemm
 from pipekernels.local_ops.transforms import check_differentiated_once
@@ -201,8 +202,8 @@ class _RowLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.scatter:
             grad = ctx.comm.all_gather(grad)
-        rows = grad.reshape(-1, weight.shape[0])  # [rows, out_features]
-        flat = x.reshape(-1, x.shape[-1])
+        rows = as_matrix(grad)  # [rows, out_features]
+        flat = as_matrix(x)
         [slabs] = slabs_of([x.shape[-1]], ctx.comm.world_size)
         grad_x = grad_weight = None
         with _exactly(x):
