@@ -1,6 +1,6 @@
 """Runs the tests marked ``cuda`` in several processes, so that a crash affects only one of them.
 
-A process runs up to :data:`PIECE` tests of one file. A test that hangs or crashes ends its process;
+A process runs up to :data:`PIECE` tests. A test that hangs or crashes ends its process;
 the tests after it run in a new one. Processes are forked from a server that has imported torch, as
 imports would take longer than most pieces; it never initialises CUDA.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench.gpu.steps import Log, Running
 
-PIECE = 24  # tests, long enough that the start of a process does not matter
+PIECE = 48  # tests, so many that a start of CUDA, of seconds, does not matter
 TEST_SECONDS = 90  # for one test; a few start processes that each load torch and CUDA
 COLLECT_SECONDS = 60.0
 # Files whose tests are run first: kernels that were least tested without a GPU.
@@ -111,7 +111,7 @@ class Result:
 
 
 def collect(marked: str, log: Log, size: int = PIECE) -> list[list[str]]:
-    """All tests so ``marked``, in pieces of up to ``size`` tests of one file; :data:`FIRST` first.
+    """All tests so ``marked``, in pieces of up to ``size`` tests; :data:`FIRST` first.
 
     If pytest fails, its output is written to ``log``, and the tests that it found are returned.
     """
@@ -125,18 +125,25 @@ def collect(marked: str, log: Log, size: int = PIECE) -> list[list[str]]:
         file, separator, _ = line.partition("::")
         if separator and file.endswith(".py"):
             files.setdefault(file, []).append(line)
-    pieces = []
+    pieces: list[list[str]] = []
+    room = 0  # in the last piece
     for file in sorted(files, key=lambda file: FIRST.index(file) if file in FIRST else len(FIRST)):
-        step = min(size, SMALL_PIECE) if file in COMPILING else size
-        tests = files[file]
-        pieces += [tests[begin : begin + step] for begin in range(0, len(tests), step)]
+        compiles = file in COMPILING
+        room = 0 if compiles else room
+        for test in files[file]:
+            if room == 0:
+                pieces.append([])
+                room = min(size, SMALL_PIECE) if compiles else size
+            pieces[-1].append(test)
+            room -= 1
+        room = 0 if compiles else room
     return pieces
 
 
 def run(
     tests: Sequence[str], deadline: float, log: Log, test_seconds: int = TEST_SECONDS
 ) -> Result:
-    """Run some tests of one file until ``deadline`` (of ``time.monotonic``) at most, or until a
+    """Run some tests until ``deadline`` (of ``time.monotonic``) at most, or until a
     process cannot be killed."""
     begin = time.monotonic()
     result = Result()
@@ -192,14 +199,13 @@ def summary(results: Sequence[Result]) -> str:
     """A line per file, and a line for every test that neither passed nor was skipped."""
     files: dict[str, Result] = {}
     for result in results:
-        whole = files.setdefault(next(iter(result.outcomes)).partition("::")[0], Result())
-        whole.outcomes |= result.outcomes
-        whole.seconds += result.seconds
-    lines = []
+        for test, outcome in result.outcomes.items():
+            files.setdefault(test.partition("::")[0], Result()).outcomes[test] = outcome
+    lines = [f"{sum(result.seconds for result in results):.0f} s of processes"]
     for file, result in files.items():
         counts = Counter(sorted(result.outcomes.values()))
         told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-        lines.append(f"{file}: {told} in {result.seconds:.0f} s")
+        lines.append(f"{file}: {told}")
         lines += [
             f"  {result.outcomes[test]}: {test}"
             for test in result.named("failed", "error", "crashed", "not run")

@@ -21,7 +21,7 @@ import argparse
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -157,10 +157,11 @@ def of_host(count: int, args: argparse.Namespace) -> Row:
     tensors = [torch.ones(1024, device=source) for _ in range(count)]
     if source.type != target.type:
         tensors = [tensor.pin_memory() for tensor in tensors]
-    ways = {
-        "edge": hand_over.by_edge(edge(source, target)),
-        "torch": hand_over.ByTorch(source, target, target),
-    }
+    by_torch: Callable[[Sequence[Tensor]], list[Tensor]]
+    by_torch = lambda tensors: [tensor.to(target, non_blocking=True) for tensor in tensors]
+    if source.type == "cuda":
+        by_torch = hand_over.ByTorch(source, target, target)
+    ways = {"edge": hand_over.by_edge(edge(source, target)), "torch": by_torch}
     runners = {
         name: functools.partial(hand_over.seconds, way, tensors, lambda: synchronize(target))
         for name, way in ways.items()

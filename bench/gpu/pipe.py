@@ -143,7 +143,7 @@ def times(case: Case, chunks: int, quick: bool) -> Row:
     if chunks > 1:
         ways |= {name: case.train_step(chunks, name) for name in SCHEDULES}
     runners = {name: timed(*way, case.device) for name, way in ways.items()}
-    samples = harness.alternate(runners, warmup=0 if quick else 4, rounds=2 if quick else 12)
+    samples = harness.alternate(runners, warmup=0 if quick else 2, rounds=2 if quick else 7)
     found = {name: harness.summary(seconds) for name, seconds in samples.items()}
     losses = {}
     for name, (module, step) in ways.items():

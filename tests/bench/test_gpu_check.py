@@ -279,7 +279,7 @@ def test_a_test_that_breaks_its_process_does_not_affect_others(
         "test_last": "passed",
     }
     report = cuda_tests.summary(results)
-    assert "test_some.py: 3 crashed, 1 error, 1 failed, 4 passed, 1 skipped in" in report
+    assert "test_some.py: 3 crashed, 1 error, 1 failed, 4 passed, 1 skipped\n" in report
     assert "  crashed: test_some.py::test_hang" in report and "test_good" not in report
     late = cuda_tests.run(pieces[0], in_seconds(-1), log)
     assert set(late.outcomes.values()) == {"not run"}

@@ -14,17 +14,17 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 1_390,
+    "pipekernels": 1_400,
     "pipekernels/balance": 140,
     "pipekernels/binding": 320,
-    "pipekernels/comm": 2_000,
+    "pipekernels/comm": 2_020,
     "pipekernels/comm/hosts": 580,
     "pipekernels/comm/join": 580,
     "pipekernels/comm/process_group": 560,
     "pipekernels/device": 630,
     "pipekernels/huggingface": 1_850,
-    "pipekernels/kernels": 1_160,
-    "pipekernels/local_ops": 1_540,
+    "pipekernels/kernels": 1_190,
+    "pipekernels/local_ops": 1_550,
     "pipekernels/ops": 50,
     "pipekernels/pipeline": 690,
     "pipekernels/pipeline/engine": 2_070,
@@ -39,10 +39,10 @@ BUDGETS = {
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_410,
     "tests": 30_690,
-    "bench": 8_310,
+    "bench": 8_320,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 24_280, "core": 20_540}
+TOTALS = {"pipekernels": 24_330, "core": 20_590}
 
 
 def lines(files: Iterable[Path]) -> int:
