@@ -69,7 +69,8 @@ void bind_cuda_collectives(py::module_& m) {
              }
              check_in_range("blocks", blocks, 1, kMaxDeviceBlocks);
              const NoGil no_gil;  // Not a call_guard: pybind11 registers the object in the call.
-             return std::make_unique<CudaCommunicator>(core, device, symmetric_bytes, blocks, parent);
+             return std::make_unique<CudaCommunicator>(core, device, symmetric_bytes, blocks,
+                                                       parent);
            }),
            py::arg("core"), py::arg("device"), py::arg("symmetric_bytes"),
            py::arg("blocks") = kMaxDeviceBlocks, py::arg("parent") = nullptr,

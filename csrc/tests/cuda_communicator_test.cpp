@@ -161,8 +161,8 @@ void replay(Communicator& core) {
 
 // A graph is replayed in a stream that does not wait for a collective that still runs.
 void replay_too_early(Communicator& core) {
+  std::vector<float> data(5'000), other(5'000);  // Outlive the kernels that `rank` waits for.
   Rank rank(core);
-  std::vector<float> data(5'000), other(5'000);
   rank.stream->begin_capture();
   rank.all_reduce(other.data(), other.size());
   const std::vector<fake_cuda::Task> graph = rank.stream->end_capture();

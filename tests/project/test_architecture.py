@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "_log": set(),
     "reference": set(),
     "_backend": {"_torch_private", "_version"},
-    "kernels": {"_cache"},
+    "kernels": {"_cache", "_torch_private"},
     "device": {"_backend"},
     "local_ops": {"device", "kernels", "_log"},
     "comm.errors": set(),

@@ -135,20 +135,6 @@ void CudaCommunicator::exchange(SetupMessage& mine, std::vector<SetupMessage>& a
 
 namespace {
 
-// Lets `device` access the memory at `base`, of this process.
-void enable_access(std::byte* base, int device) {
-  cudaPointerAttributes attributes;
-  check_cuda(cudaPointerGetAttributes(&attributes, base), "cudaPointerGetAttributes");
-  if (attributes.device == device) return;
-  const cudaError_t status = cudaDeviceEnablePeerAccess(attributes.device, 0);
-  if (status == cudaSuccess) return;
-  cudaGetLastError();
-  if (status == cudaErrorPeerAccessAlreadyEnabled) return;
-  throw std::runtime_error("GPU " + std::to_string(device) + " cannot access GPU " +
-                           std::to_string(attributes.device) + " directly (" +
-                           cudaGetErrorString(status) + ")");
-}
-
 template <class Work>
 void record_error(char (&problem)[200], Work work) {
   try {
@@ -243,29 +229,15 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes, const SharedHeap& pa
     const DeviceGuard guard(device_);
     segment_->state(core_.rank()).device_mapper.store(getpid(), std::memory_order_release);
     for (int peer = 0; peer < core_.world_size(); ++peer) {
-      std::byte*& base = memory_->bases[peer];
       if (peer == core_.rank()) {
-        base = own->base();
+        memory_->bases[peer] = own->base();
       } else if (core_.is_threads()) {
-        memory_->of_threads.push_back(*all[peer].memory);
-        base = memory_->of_threads.back()->base();
-        enable_access(base, device_);
+        memory_->adopt(peer, *all[peer].memory);
       } else {
-        void* opened = nullptr;
-        const cudaError_t status =
-            cudaIpcOpenMemHandle(&opened, all[peer].handle, cudaIpcMemLazyEnablePeerAccess);
-        if (status != cudaSuccess) {
-          cudaGetLastError();
-          throw std::runtime_error("the GPU memory of rank " + std::to_string(peer) +
-                                   " cannot be mapped (" + cudaGetErrorString(status) +
-                                   "); CUDA IPC needs peer access between the GPUs, and one IPC "
-                                   "namespace for all ranks");
-        }
-        memory_->opened.push_back(opened);
-        base = static_cast<std::byte*>(opened);
+        memory_->open(peer, all[peer].handle);
       }
-      ranks_.memory[peer] = base;
-      if (!parents.heap) ranks_.heap[peer] = base;
+      ranks_.memory[peer] = memory_->bases[peer];
+      if (!parents.heap) ranks_.heap[peer] = memory_->bases[peer];
     }
   });
   exchange(outcome, all);

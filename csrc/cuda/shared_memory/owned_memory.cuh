@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "host/runtime.cuh"
 #include "pipekernels/shared_memory/device_memory.h"
 #include "pipekernels/shared_memory/segment.h"
 
@@ -40,6 +41,11 @@ struct MappedMemory {
   ~MappedMemory();
   MappedMemory(const MappedMemory&) = delete;
   MappedMemory& operator=(const MappedMemory&) = delete;
+
+  // Set `bases[peer]` for a peer that is a thread, or a process. Throw std::runtime_error if this
+  // rank's device, which is to be the current one, cannot access it.
+  void adopt(int peer, std::shared_ptr<DeviceMemory> memory);
+  void open(int peer, const cudaIpcMemHandle_t& handle);
 
   const int device;
   const unsigned process;

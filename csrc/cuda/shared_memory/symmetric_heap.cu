@@ -108,6 +108,35 @@ MappedMemory::~MappedMemory() {
   cudaGetLastError();
 }
 
+void MappedMemory::adopt(int peer, std::shared_ptr<DeviceMemory> memory) {
+  bases[peer] = memory->base();
+  of_threads.push_back(std::move(memory));
+  cudaPointerAttributes attributes;
+  check_cuda(cudaPointerGetAttributes(&attributes, bases[peer]), "cudaPointerGetAttributes");
+  if (attributes.device == device) return;
+  const cudaError_t status = cudaDeviceEnablePeerAccess(attributes.device, 0);
+  if (status == cudaSuccess) return;
+  cudaGetLastError();
+  if (status == cudaErrorPeerAccessAlreadyEnabled) return;
+  throw std::runtime_error("GPU " + std::to_string(device) + " cannot access GPU " +
+                           std::to_string(attributes.device) + " directly (" +
+                           cudaGetErrorString(status) + ")");
+}
+
+void MappedMemory::open(int peer, const cudaIpcMemHandle_t& handle) {
+  void* base = nullptr;
+  const cudaError_t status = cudaIpcOpenMemHandle(&base, handle, cudaIpcMemLazyEnablePeerAccess);
+  if (status != cudaSuccess) {
+    cudaGetLastError();
+    throw std::runtime_error("the GPU memory of rank " + std::to_string(peer) +
+                             " cannot be mapped (" + cudaGetErrorString(status) +
+                             "); CUDA IPC needs peer access between the GPUs, and one IPC "
+                             "namespace for all ranks");
+  }
+  opened.push_back(base);
+  bases[peer] = static_cast<std::byte*>(base);
+}
+
 bool DeviceMemory::is_mapped() const { return mappers_ && mapped_by_peers(*mappers_, rank_); }
 
 CudaHeap::CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t capacity)
