@@ -1,7 +1,7 @@
 """All collectives, ours and torch's backend on the same tensors; bandwidths as nccl-tests has them.
 
 Contents are small integers, whose sums are exact in every dtype and order, and every element of
-every rank's result is compared, before the calls are timed and after.
+every rank's result is compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.nccl.ranks import OURS, Ranks
+from bench.nccl.ranks import OURS, Ranks, Work, bus
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 TENSORS = ("ordinary", "symmetric")
@@ -21,11 +21,9 @@ DTYPES = ("bfloat16", "float32")
 SIZES = [2**exponent for exponent in range(10, 29, 2)]  # bytes
 QUICK_SIZES = [1 << 10, 1 << 16]
 PERIOD = 1021  # of contents: prime, so that misplaced blocks show
-ROUNDS = 9
 # Newer names, which torch 2.6 does not have.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-Row = dict[str, Any]
 
 
 class Case(NamedTuple):
@@ -37,15 +35,22 @@ class Case(NamedTuple):
     type: str
     size: int
 
+    @property
+    def part(self) -> str:
+        """The table that it is in."""
+        return f"{self.operation}, {self.tensor} tensors, {self.place} of place".replace(
+            "in of", "in"
+        )
 
-def cases(sizes: list[int], dtypes: tuple[str, ...]) -> Iterator[Case]:
+
+def cases(quick: bool) -> Iterator[Case]:
     """All of them; in place and out of place only where our operation has both."""
     places = {"all_reduce": ["in"], "broadcast": ["in"], "reduce_scatter": ["out"]}
     for operation in OPERATIONS:
         for tensor in TENSORS:
             for place in places.get(operation, ["out", "in"]):
-                for dtype in dtypes:
-                    for size in sizes:
+                for dtype in DTYPES[:1] if quick else DTYPES:
+                    for size in QUICK_SIZES if quick else SIZES:
                         yield Case(operation, tensor, place, dtype, size)
 
 
@@ -78,28 +83,28 @@ class Buffers:
 
         self.whole = make(self.count)
         own = self.whole[ranks.rank * self.part : (ranks.rank + 1) * self.part]
-        shared = case.operation in ("reduce_scatter", "all_gather")
-        self.own = own if not shared or case.place == "in" else make(self.part)
+        self.shared = case.operation in ("reduce_scatter", "all_gather")
+        self.own = own if not self.shared or case.place == "in" else make(self.part)
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         """The candidates."""
         whole, own, ours = self.whole, self.own, self._ranks.communicator
-        theirs: dict[str, Callable[[], Any]] = {
-            "all_reduce": lambda: dist.all_reduce(whole),
-            "reduce_scatter": lambda: reduce_scatter(own, whole),
-            "all_gather": lambda: all_gather(whole, own),
-            "broadcast": lambda: dist.broadcast(whole, 0),
+        found: dict[str, dict[str, Callable[[], Any]]] = {
+            self._ranks.peer: {
+                "all_reduce": lambda: dist.all_reduce(whole),
+                "reduce_scatter": lambda: reduce_scatter(own, whole),
+                "all_gather": lambda: all_gather(whole, own),
+                "broadcast": lambda: dist.broadcast(whole, 0),
+            }
         }
-        found = {self._ranks.peer: theirs[self._case.operation]}
         if ours is not None:
-            by_us: dict[str, Callable[[], Any]] = {
+            found[OURS] = {
                 "all_reduce": lambda: ours.all_reduce(whole),
                 "reduce_scatter": lambda: ours.reduce_scatter(whole, out=own),
                 "all_gather": lambda: ours.all_gather(own, out=whole),
                 "broadcast": lambda: ours.broadcast(whole, 0),
             }
-            found = {OURS: by_us[self._case.operation], **found}
-        return found
+        return {name: calls[self._case.operation] for name, calls in found.items()}
 
     def fill(self) -> None:
         """Write the inputs, and spoil what is to be written."""
@@ -111,8 +116,10 @@ class Buffers:
         elif operation != "broadcast" or rank == 0:
             self.whole.copy_(contents(rank, self.count, self.whole))
 
-    def wrong(self) -> int:
-        """The number of wrong elements of this rank's result."""
+    def wrong(self, call: Callable[[], Any]) -> int:
+        """The number of wrong elements of all ranks' results."""
+        self.fill()
+        call()
         rank, ranks, operation = self._ranks.rank, self._ranks.ranks, self._case.operation
         result = self.own if operation == "reduce_scatter" else self.whole
         if operation == "broadcast":
@@ -125,43 +132,16 @@ class Buffers:
                 right += contents(other, self.count, result)
             if operation == "reduce_scatter":
                 right = right[rank * self.part : (rank + 1) * self.part]
-        return int((result != right).sum())
+        return self._ranks.sum(int((result != right).sum()))
 
 
-def rated(
-    figures: dict[str, float], operation: str, ranks: int, size: int, wrong: int
-) -> dict[str, Any]:
-    """With bandwidths in GB/s: ``algbw`` of ``size``, and ``busbw`` of what a rank's link carries
-    for it, as in nccl-tests' PERFORMANCE.md."""
-    others = (ranks - 1) / ranks
-    factor = {"all_reduce": 2 * others, "broadcast": 1.0}.get(operation, others)
-    rate = size / figures["median"] / 1e9
-    return {**figures, "algbw": rate, "busbw": rate * factor, "wrong": wrong}
-
-
-def measure(case: Case, ranks: Ranks, rounds: int) -> Row:
-    """One row: the columns of nccl-tests, and figures by candidate."""
+def work(case: Case, ranks: Ranks) -> Work:
+    """The columns of nccl-tests."""
     buffers = Buffers(case, ranks)
-    calls = buffers.calls()
-
-    def wrong(call: Callable[[], Any]) -> int:
-        buffers.fill()
-        call()
-        return ranks.sum(buffers.wrong())
-
-    found = {name: wrong(call) for name, call in calls.items()}
-    figures = ranks.compare(calls, rounds)
-    for name, call in calls.items():
-        found[name] += wrong(call)
-    size = buffers.whole.nbytes
-    reduces = case.operation in ("all_reduce", "reduce_scatter")
-    shared = case.operation in ("reduce_scatter", "all_gather")
-    return {
-        "size": size,
-        "count": buffers.part if shared else buffers.count,
-        "redop": "sum" if reduces else "none",
-        "candidates": {
-            name: rated(figures[name], case.operation, ranks.ranks, size, found[name])
-            for name in calls
-        },
+    fields = {
+        "size": buffers.whole.nbytes,
+        "count": buffers.part if buffers.shared else buffers.count,
+        "type": case.type,
+        "redop": "sum" if case.operation in ("all_reduce", "reduce_scatter") else "none",
     }
+    return Work(buffers.calls(), buffers.wrong, fields, bus(case.operation, ranks.ranks))

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from bench.nccl.collectives import Row, rated
-from bench.nccl.ranks import OURS, Ranks
+from bench.nccl.ranks import OURS, Ranks, Work, bus
 from pipekernels.tensor_parallel.functional import row_linear
 
 FUSED, PLAIN = f"{OURS}, fused", f"{OURS}, not fused"
@@ -43,44 +42,43 @@ def operands(
 
 def calls(x: Tensor, weight: Tensor, ranks: Ranks) -> dict[str, Callable[[], Tensor]]:
     """The candidates. On a CPU nothing can be fused."""
-    on_gpu, ours = x.is_cuda, ranks.communicator
+    ours = ranks.communicator
 
     def theirs() -> Tensor:
         product = functional.linear(x, weight)
         dist.all_reduce(product)
         return product
 
-    found: dict[str, Callable[[], Tensor]] = {}
+    found: dict[str, Callable[[], Tensor]] = {ranks.peer: theirs}
     if ours is not None:
-        plain = "cublas" if on_gpu else "auto"
-        if on_gpu:
+        if x.is_cuda:
             found[FUSED] = lambda: row_linear(x, weight, ours, algorithm="overlapped")
+        plain = "cublas" if x.is_cuda else "auto"
         found[PLAIN] = lambda: row_linear(x, weight, ours, algorithm=plain)
-    return {**found, ranks.peer: theirs}
+    return found
 
 
-def measure(tokens: int, sizes: tuple[int, int], ranks: Ranks, rounds: int) -> Row:
-    """One row; size and count are those of the result that is summed."""
+def work(tokens: int, sizes: tuple[int, int], ranks: Ranks) -> Work:
+    """Size and count are those of the result that is summed."""
     x, weight = operands(ranks.rank, ranks.ranks, tokens, sizes, ranks.device)
+    ones = x.clone(), weight.clone()
     right = torch.zeros(tokens, sizes[0], device=ranks.device)
     for rank in range(ranks.ranks):
         other_x, other_weight = operands(rank, ranks.ranks, tokens, sizes, ranks.device)
         right += functional.linear(other_x.float(), other_weight.float())
-    ways = calls(x, weight, ranks)
 
     def wrong(call: Callable[[], Tensor]) -> int:
         return ranks.sum(int((call().float() != right).sum()))
 
-    ones = x.clone(), weight.clone()
-    found = {name: wrong(call) for name, call in ways.items()}
-    x.normal_()
-    weight.normal_(std=sizes[1] ** -0.5)
-    figures = ranks.compare(ways, rounds)
-    for tensor, contents in zip((x, weight), ones, strict=True):
-        tensor.copy_(contents)
-    size = right.numel() * x.itemsize
-    candidates = {
-        name: rated(figures[name], "all_reduce", ranks.ranks, size, wrong=found[name] + wrong(call))
-        for name, call in ways.items()
-    }
-    return {"size": size, "count": right.numel(), "redop": "sum", "candidates": candidates}
+    def prepare() -> None:
+        x.normal_()
+        weight.normal_(std=sizes[1] ** -0.5)
+
+    def restore() -> None:
+        x.copy_(ones[0])
+        weight.copy_(ones[1])
+
+    size, count = right.numel() * x.itemsize, right.numel()
+    fields = {"size": size, "count": count, "type": "bfloat16", "redop": "sum"}
+    bandwidth = bus("all_reduce", ranks.ranks)
+    return Work(calls(x, weight, ranks), wrong, fields, bandwidth, prepare, restore)

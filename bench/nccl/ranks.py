@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,34 @@ MOST_GPUS = 8
 WARMUP = 2  # calls in each turn, as the turn before was another's
 SAMPLE = 5e-3  # least seconds of a turn; short calls are repeated,
 REPEATS = 100  # at most this often
+Row = dict[str, Any]
+Calls = Mapping[str, Callable[[], Any]]
+
+
+class Work(NamedTuple):
+    """What the ranks do in a case.
+
+    Attributes:
+        calls: the candidates.
+        wrong: the number of wrong elements, of all ranks together, after one call.
+        fields: of the case's rows.
+        busbw: gigabytes over the bus per gigabyte of ``size``, as nccl-tests' PERFORMANCE.md has
+            them; 0 if that means nothing.
+        prepare, restore: called before the calls are timed, and afterwards.
+    """
+
+    calls: Calls
+    wrong: Callable[[Callable[[], Any]], int]
+    fields: Row
+    busbw: float = 0.0
+    prepare: Callable[[], object] = dict
+    restore: Callable[[], object] = dict
+
+
+def bus(operation: str, ranks: int) -> float:
+    """The factor between ``algbw`` and ``busbw``."""
+    others = (ranks - 1) / ranks
+    return {"all_reduce": 2 * others, "broadcast": 1.0}.get(operation, others)
 
 
 @dataclass
@@ -31,7 +59,7 @@ class Ranks:
     Attributes:
         rank, ranks: this one, and how many.
         device: of this rank.
-        peer: the name of torch's backend that ours is compared with.
+        peer: the torch backend that ours is compared with: NCCL, or Gloo on a CPU.
         communicator: ours; None where the GPUs have no peer access.
         control: a group of Gloo, by which the ranks agree.
         left_out: what is not measured, and why.
@@ -57,12 +85,6 @@ class Ranks:
         dist.all_reduce(total, group=self.control)
         return int(total)
 
-    def slowest(self, seconds: float) -> float:
-        """The time of the rank that took longest."""
-        longest = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.control)
-        return float(longest)
-
     def seconds(self, call: Callable[[], Any], count: int) -> float:
         """Per call, of ``count`` in a row that all ranks begin together; the slowest rank's."""
         for _ in range(WARMUP):
@@ -75,21 +97,34 @@ class Ranks:
             call()
         end.record()
         synchronize(self.device)
-        return self.slowest(begin.elapsed_time(end) * 1e-3 / count)
+        longest = torch.tensor(begin.elapsed_time(end) * 1e-3 / count, dtype=torch.float64)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.control)
+        return float(longest)
 
-    def compare(
-        self, candidates: Mapping[str, Callable[[], Any]], rounds: int
-    ) -> dict[str, dict[str, float]]:
-        """Summaries of all candidates, which take turns."""
+    def turn(self, call: Callable[[], Any]) -> Callable[[], float]:
+        """A candidate, with enough calls for a turn of :data:`SAMPLE` seconds."""
+        once = self.seconds(call, 1)
+        count = max(1, min(REPEATS, round(SAMPLE / max(once, 1e-9))))
+        return lambda: self.seconds(call, count)
 
-        def turn(call: Callable[[], Any]) -> Callable[[], float]:
-            once = self.seconds(call, 1)
-            count = max(1, min(REPEATS, round(SAMPLE / max(once, 1e-9))))
-            return lambda: self.seconds(call, count)
 
-        turns = {name: turn(call) for name, call in candidates.items()}
-        samples = harness.alternate(turns, warmup=1, rounds=rounds)
-        return {name: harness.summary(times) for name, times in samples.items()}
+def measure(
+    work: Work, turn: Callable[[Callable[[], Any]], Callable[[], float]], rounds: int
+) -> list[Row]:
+    """A row per candidate; wrong elements are those before the calls are timed, and after."""
+    wrong = {name: work.wrong(call) for name, call in work.calls.items()}
+    work.prepare()
+    turns = {name: turn(call) for name, call in work.calls.items()}
+    samples = harness.alternate(turns, warmup=1, rounds=rounds)
+    work.restore()
+    rows = []
+    for name, call in work.calls.items():
+        row = {"candidate": name, **work.fields, **harness.summary(samples[name])}
+        if work.busbw:
+            row["algbw"] = work.fields["size"] / row["median"] / 1e9
+            row["busbw"] = row["algbw"] * work.busbw
+        rows.append({**row, "wrong": wrong[name] + work.wrong(call)})
+    return rows
 
 
 def pairs_without_access(
@@ -115,49 +150,33 @@ def told(pairs: list[tuple[int, int]], peer: str) -> str:
     )
 
 
-def usable_gpus() -> int:
-    """The number of GPUs to use.
-
-    Raises:
-        SystemExit: there are too few.
-    """
-    count = torch.cuda.device_count()
-    if count < 2:
-        raise SystemExit(
-            f"bench-nccl compares over 2 to {MOST_GPUS} GPUs, and torch {torch.__version__} sees "
-            f"{count}. `make gpu-check` measures on one GPU; `python -m bench.nccl --device cpu "
-            "--quick` shows on a CPU that this runs, with Gloo in NCCL's place."
-        )
-    return min(count, MOST_GPUS)
-
-
 def join(device_type: str) -> Ranks:
     """Join the other ranks, by the environment that torchrun sets.
 
     Raises:
         SystemExit: there are fewer GPUs than ranks, or no build for this one.
     """
+    missing: list[tuple[int, int]] = []
     if device_type == "cpu":
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=LIMIT)
-        device, peer, missing = torch.device("cpu"), "Gloo", []
+        device, peer = torch.device("cpu"), "Gloo"
     else:
         gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
         if local >= gpus:
             raise SystemExit(f"there is no GPU for rank {local}: start at most {gpus} ranks")
-        device = torch.device("cuda", local)
+        device, peer = torch.device("cuda", local), "NCCL"
         try:
             _backend.require_cuda(device)
         except RuntimeError as error:
             raise SystemExit(str(error)) from None
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=LIMIT, device_id=device)
-        peer = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-        together = min(gpus, int(os.environ.get("LOCAL_WORLD_SIZE", gpus)))
-        missing = pairs_without_access(together)
+        missing = pairs_without_access(min(gpus, int(os.environ.get("LOCAL_WORLD_SIZE", gpus))))
     control = dist.new_group(backend="gloo", timeout=LIMIT)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), device, peer, None, control)
     if missing:
-        return Ranks(rank, ranks, device, peer, None, control, told(missing, peer))
-    communicator = Communicator.from_process_group(control, timeout=TIMEOUT)
-    return Ranks(rank, ranks, device, peer, communicator, control)
+        ranks.left_out = told(missing, peer)
+    else:
+        ranks.communicator = Communicator.from_process_group(control, timeout=TIMEOUT)
+    return ranks

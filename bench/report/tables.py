@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-FORMATS = {"share": ".0%", "of copy": ".0%", "of bound": ".0%", "GB/s": ".0f", "wrong": "d"}
+FORMATS = {"of bound": ".0%", "hidden": ".0%", "GB/s": ".0f"} | dict.fromkeys(
+    ("algbw", "busbw", "loss", "TFLOP/s", "error / cublas"), ".4g"
+)
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -46,59 +49,98 @@ def between(figures: Sequence[float], digits: str = ".2f") -> str:
     return f"{min(figures):{digits}} to {max(figures):{digits}}" if len(figures) > 1 else ""
 
 
-def speed_ups(rows: Sequence[Row], base: str) -> dict[tuple[str, str], float]:
-    """The median of ``base`` over that of each candidate, by case and candidate."""
-    bases = {row["case"]: row["median"] for row in rows if row.get("candidate") == base}
-    return {
-        (row["case"], row["candidate"]): bases[row["case"]] / row["median"]
+def speed_ups(rows: Sequence[Row], base: str | Sequence[str]) -> dict[tuple[Any, ...], float]:
+    """The median of ``base``, or of the one of several that a case has, over that of each
+    candidate, by part, case and candidate."""
+    names = [base] if isinstance(base, str) else base
+    bases = {
+        (row.get("part"), row["case"]): row["median"]
         for row in rows
-        if row.get("case") in bases and "median" in row
+        if row.get("candidate") in names and "median" in row and "case" in row
+    }
+    return {
+        (*key, row["candidate"]): bases[key] / row["median"]
+        for row in rows
+        if "median" in row and (key := (row.get("part"), row.get("case"))) in bases
     }
 
 
 def table(
     rows: Sequence[Row],
     others: Sequence[Sequence[Row]],
-    base: str,
+    base: str | Sequence[str],
     unit: str = "seconds",
     columns: Sequence[str] = (),
 ) -> str:
-    """A row per case and candidate.
+    """A row per case and candidate, and a table per ``part`` of the rows; then what the rows say
+    that have a ``note``, or an ``error``.
 
     Args:
         rows: of the machine that the table is about.
         others: of other machines: the table has the range of each ratio over all.
-        base: the candidate that the others are compared with. If no other machine has it, ranges
-            are those of ratios to the first candidate.
-        unit: of the figures: ``'seconds'`` or ``'bytes'``.
+        base: the candidate that the others are compared with; or several, of which each case has
+            one. If no other machine has it, ranges are those of ratios to the first candidate.
+        unit: of the figures, unless a row has its own: ``'seconds'`` or ``'bytes'``.
         columns: further fields of rows to show.
     """
-    text = duration if unit == "seconds" else size
+    measured = [row for row in rows if "median" in row]
     ratios, machines = speed_ups(rows, base), [speed_ups(each, base) for each in (rows, *others)]
     common = base
-    if sum(map(bool, machines)) < 2:  # The first candidate is one that older files have as well.
-        common = next((row["candidate"] for row in rows if "median" in row), base)
+    if others and sum(map(bool, machines)) < 2:
+        common = next((row["candidate"] for row in measured), base)
         machines = [speed_ups(each, common) for each in (rows, *others)]
-    header = ["case", "candidate", "median", "p10 to p90", f"{base} / it"]
+    header = ["case", "candidate", "median", "p10 to p90", "BASE / it"]
     count = sum(map(bool, machines))
-    header.append(
-        f"{common} / it, on {count} machines" if common != base else f"on {count} machines"
-    )
-    header += columns
-    lines = []
-    for row in rows:
-        if "median" not in row:
-            continue
-        key = row["case"], row["candidate"]
-        line = [*key, text(row["median"]), spread(row, text)]
+    header += [(common != base) * f"{common} / it, " + f"on {count} machines", *columns]
+    parts: dict[str, list[list[str]]] = {}
+    for row in measured:
+        text = duration if row.get("unit", unit) == "seconds" else size
+        key = row.get("part"), row["case"], row["candidate"]
+        line = [*key[1:], text(row["median"]), spread(row, text)]
         line.append(f"{ratios[key]:.2f}" if key in ratios else "")
         found = [each[key] for each in machines if key in each]
         line.append("" if row["candidate"] == common else between(found))
-        for name in columns:
-            line.append(f"{row[name]:{FORMATS.get(name, '')}}" if name in row else "")
-        lines.append(line)
-    kept = [i for i in range(len(header)) if i < 4 or any(line[i] for line in lines)]
-    return markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
+        line += [f"{row[name]:{FORMATS.get(name, '')}}" if name in row else "" for name in columns]
+        parts.setdefault(row.get("part", ""), []).append(line)
+    texts, bases = [], [base] if isinstance(base, str) else base
+    for part, lines in parts.items():
+        kept = [i for i in range(len(header)) if i < 4 or any(line[i] for line in lines)]
+        header[4] = f"{next((line[1] for line in lines if line[1] in bases), '')} / it"
+        body = markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
+        texts += [f"**{part}**", body, *means(part, ratios)] if part else [body]
+    return "\n\n".join([*texts, *(row["note"] for row in rows if "note" in row)]) + errors(rows)
+
+
+def means(part: str, ratios: Mapping[tuple[Any, ...], float]) -> list[str]:
+    """The geometric means of a part's ratios, by candidate, if they are several."""
+    found: dict[str, list[float]] = {}
+    for (of, _, candidate), ratio in ratios.items():
+        if of == part:
+            found.setdefault(candidate, []).append(ratio)
+    told = [
+        f"{candidate} {statistics.geometric_mean(each):.2f} (least {min(each):.2f})"
+        for candidate, each in found.items()
+        if len(each) > 1 and set(each) != {1.0}
+    ]
+    return [f"Geometric means of the ratios: {'; '.join(told)}."] if told else []
+
+
+def reason(error: str) -> str:
+    """The error message of a traceback, without the further lines that CUDA adds."""
+    lines = error.strip().splitlines()
+    indented = [index for index, line in enumerate(lines) if line.startswith(" ")]
+    return lines[indented[-1] + 1 if indented and indented[-1] + 1 < len(lines) else -1]
+
+
+def errors(rows: Sequence[Row]) -> str:
+    """Markdown lines about the cases that failed; empty if none failed."""
+    lines = [
+        f"* {', '.join(str(row[key]) for key in ('part', 'case') if key in row)}: "
+        f"{reason(row['error'])}"
+        for row in rows
+        if "error" in row
+    ]
+    return "\n\nFailed:\n\n" + "\n".join(lines) if lines else ""
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ class Call:
     kinds: tuple[str, ...]
     special: bool
     seed: int
+    algorithm: str = "auto"
 
     @classmethod
     def draw(cls, seed: int, world_size: int, elements: int) -> Call:
@@ -72,15 +73,18 @@ class Call:
         """This rank's input, in memory that ``own`` picks."""
         return place(comm, contents(self, comm.rank), own.choice(self.kinds), own)
 
-    def run(self, comm: Communicator, tensor: Tensor, algorithm: str) -> Tensor:
+    def run(self, comm: Communicator, tensor: Tensor) -> Tensor:
         """Make the call."""
         if self.operation == "all_reduce":
-            return comm.all_reduce(tensor, self.op, algorithm=algorithm, order=self.order)
+            return comm.all_reduce(tensor, self.op, algorithm=self.algorithm, order=self.order)
         if self.operation == "reduce_scatter":
             return comm.reduce_scatter(tensor, self.op, order=self.order)
         if self.operation == "all_gather":
             return comm.all_gather(tensor)
-        return comm.broadcast(tensor, self.src)
+        if self.operation == "broadcast":
+            return comm.broadcast(tensor, self.src)
+        comm.barrier()
+        return tensor
 
 
 @functools.lru_cache(maxsize=16)  # Shared by threads, and by the calls of one case.

@@ -10,6 +10,7 @@ import signal
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +18,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench.soak.calls import ALGORITHMS, Call, check
-from bench.soak.workers import Pool, Worker, joined, no_names_left, now, run_on_all, traces
+from bench.soak.workers import (
+    TIMEOUT,
+    Worker,
+    joined,
+    no_names_left,
+    now,
+    pool,
+    run_on_all,
+    traces,
+)
 from pipekernels import Communicator, PeerError
 
 WORLD_SIZES = (2, 3, 4)
 ELEMENTS = 50_000
 CALLS = 8  # Prepared ones, which are made over and over.
 SPREAD = 0.02  # Seconds in which a rank is lost.
-TIMEOUT = 120.0  # Seconds; a death is noticed long before.
+SPARE = max(WORLD_SIZES) + 1  # Workers, as one may be killed.
 STOPPED_TIMEOUT = 1.0
 SOON = 1.0  # Seconds within which survivors must hear of a death.
 
@@ -45,7 +55,7 @@ class Member:
     stack: contextlib.ExitStack
     before: dict[str, int]
     comm: Communicator
-    calls: list[tuple[Call, Tensor, str]]
+    calls: list[tuple[Call, Tensor]]
     held: Tensor
 
 
@@ -60,8 +70,8 @@ def join(rank: int, world_size: int, store: str, timeout: float, seed: int) -> N
     _me.calls = []
     for i in range(CALLS):
         call = Call.draw(seed * CALLS + i, world_size, ELEMENTS)
-        algorithm = random.Random(call.seed).choice(ALGORITHMS)
-        _me.calls.append((call, call.expected(rank, world_size), algorithm))
+        call = replace(call, algorithm=random.Random(call.seed).choice(ALGORITHMS))
+        _me.calls.append((call, call.expected(rank, world_size)))
     total = _me.comm.all_reduce(torch.ones(1000))
     if total.ne(world_size).any():
         raise AssertionError(f"a new group has a wrong sum: {total}")
@@ -70,15 +80,15 @@ def join(rank: int, world_size: int, store: str, timeout: float, seed: int) -> N
 def work(rank: int, _world_size: int, seed: int) -> Loss:
     """Make calls until one raises."""
     own = random.Random(f"{seed} {rank}")
-    tensors = [call.tensor(_me.comm, own) for call, _, _ in _me.calls]
+    tensors = [call.tensor(_me.comm, own) for call, _ in _me.calls]
     inputs = [tensor.clone() for tensor in tensors]
     count = 0
     while True:
         i = count % CALLS
-        call, expected, algorithm = _me.calls[i]
+        call, expected = _me.calls[i]
         tensors[i].copy_(inputs[i])
         try:
-            result = call.run(_me.comm, tensors[i], algorithm)
+            result = call.run(_me.comm, tensors[i])
         except (PeerError, TimeoutError) as error:
             raised = now()
             _me.held = tensors[i]
@@ -135,7 +145,7 @@ class Trial:
         return moment
 
 
-def kill(seed: int, kills: int) -> list[dict[str, Any]]:
+def kill(seed: int, kills: int) -> dict[str, Any]:
     """A row for all kills.
 
     Raises:
@@ -144,81 +154,62 @@ def kill(seed: int, kills: int) -> list[dict[str, Any]]:
     """
     delays: list[float] = []
     collectives = 0
-    begin = time.perf_counter()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        no_names_left(),
-        Pool(max(WORLD_SIZES) + 1) as pool,
-        tqdm(total=kills, desc="kills", unit="kill", mininterval=1) as bar,
-    ):
-        for number in range(kills):
+    with tempfile.TemporaryDirectory() as folder, no_names_left(), pool(SPARE) as workers:
+        for number in tqdm(range(kills), desc="kills", unit="kill", mininterval=1):
             trial = Trial(seed, number)
-            workers = pool.take(trial.world_size)
-            killed = trial.lose(workers, f"{folder}/{number}", TIMEOUT, signal.SIGKILL)
-            survivors = [w for rank, w in enumerate(workers) if rank != trial.victim]
-            losses = [worker.result() for worker in survivors]
-            for loss in losses:
+            ranks = workers[: trial.world_size]
+            killed = trial.lose(ranks, f"{folder}/{number}", TIMEOUT, signal.SIGKILL)
+            victim = ranks.pop(trial.victim)
+            for loss in [worker.result() for worker in ranks]:
                 if loss.error != "PeerError" or loss.rank != trial.victim:
                     raise AssertionError(f"kill {number}: rank {trial.victim} was killed: {loss}")
                 delays.append(loss.time - killed)
                 collectives += loss.calls
-            run_on_all(survivors, leave, False)
-            pool.replace(workers[trial.victim])
-            bar.update()
+            run_on_all(ranks, leave, False)
+            victim.end()
+            workers.remove(victim)
+            workers.append(Worker())
     late = sum(delay >= SOON for delay in delays)
-    return [
-        {
-            "trial": "a rank of 2 to 4 is killed",
-            "runs": kills,
-            "collectives": collectives,
-            "outcome": "named by all survivors, no wrong sum, nothing left behind"
-            + (f"; {late} of {len(delays)} reports took {SOON} s or longer" if late else ""),
-            **_times(delays),
-            "late": late,
-            "seconds": time.perf_counter() - begin,
-        }
-    ]
+    return {
+        "trial": "a rank of 2 to 4 is killed",
+        "runs": kills,
+        "collectives": collectives,
+        "outcome": "named by all survivors, no wrong sum, nothing left behind"
+        + (f"; {late} of {len(delays)} reports took {SOON} s or longer" if late else ""),
+        **_times(delays),
+        "late": late,
+    }
 
 
-def stop(seed: int, stops: int) -> list[dict[str, Any]]:
+def stop(seed: int, stops: int) -> dict[str, Any]:
     """A row for all stops; raises as :func:`kill` does."""
     delays: list[float] = []
     collectives = 0
-    begin = time.perf_counter()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        no_names_left(),
-        Pool(max(WORLD_SIZES)) as pool,
-        tqdm(total=stops, desc="stops", unit="stop", mininterval=1) as bar,
-    ):
-        for number in range(stops):
+    with tempfile.TemporaryDirectory() as folder, no_names_left(), pool(SPARE) as workers:
+        for number in tqdm(range(stops), desc="stops", unit="stop", mininterval=1):
             trial = Trial(seed, number)
-            workers = pool.take(trial.world_size)
+            ranks = workers[: trial.world_size]
             store = f"{folder}/{number}"
-            stopped = trial.lose(workers, store, STOPPED_TIMEOUT, signal.SIGSTOP)
-            survivors = [w for rank, w in enumerate(workers) if rank != trial.victim]
-            losses = [worker.result() for worker in survivors]
-            run_on_all(survivors, refill)
-            os.kill(workers[trial.victim].pid, signal.SIGCONT)
-            losses.append(workers[trial.victim].result())
+            stopped = trial.lose(ranks, store, STOPPED_TIMEOUT, signal.SIGSTOP)
+            victim = ranks.pop(trial.victim)
+            losses = [worker.result() for worker in ranks]
+            run_on_all(ranks, refill)
+            os.kill(victim.pid, signal.SIGCONT)
+            losses.append(victim.result())
             for loss in losses:
                 if loss.error != "TimeoutError":
                     raise AssertionError(f"stop {number}: rank {trial.victim} was stopped: {loss}")
                 collectives += loss.calls
             delays += [loss.time - stopped for loss in losses[:-1]]
-            run_on_all(survivors, leave, True)
-            run_on_all([workers[trial.victim]], leave, False)
-            bar.update()
-    return [
-        {
-            "trial": f"a rank of 2 to 4 is stopped, timeout {STOPPED_TIMEOUT:g} s",
-            "runs": stops,
-            "collectives": collectives,
-            "outcome": "TimeoutError on all ranks, which then form a new group",
-            **_times(delays),
-            "seconds": time.perf_counter() - begin,
-        }
-    ]
+            run_on_all(ranks, leave, True)
+            run_on_all([victim], leave, False)
+    return {
+        "trial": f"a rank of 2 to 4 is stopped, timeout {STOPPED_TIMEOUT:g} s",
+        "runs": stops,
+        "collectives": collectives,
+        "outcome": "TimeoutError on all ranks, which then form a new group",
+        **_times(delays),
+    }
 
 
 def _times(delays: list[float]) -> dict[str, float]:

@@ -8,37 +8,34 @@ from __future__ import annotations
 
 import random
 import tempfile
-import time
 import zlib
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
 
 from bench.soak.calls import ALGORITHMS, Call, WrongResult, bits, check
-from bench.soak.workers import Pool, joined, run_on_all, run_threads
+from bench.soak.workers import on_processes, on_threads, pool
 from pipekernels import Communicator
 
 WORLD_SIZES = range(2, 9)
 ELEMENTS = 300_000
 BATCH = 50  # Cases that share a communicator.
-TIMEOUT = 120.0  # Seconds.
 
 
-def world_size_of(case: int) -> int:
-    """How many ranks take part."""
-    return WORLD_SIZES[case % len(WORLD_SIZES)]
+def agree(comm: Communicator, seed: int, cases: list[int]) -> list[int]:
+    """Make the calls of these cases in all ways; returns the checksums that all results have."""
+    return [_agree(comm, seed, case) for case in cases]
 
 
-def agree(comm: Communicator, seed: int, case: int) -> int:
-    """Make the call of this case in all ways; returns the checksum that all results have."""
+def _agree(comm: Communicator, seed: int, case: int) -> int:
     call = Call.draw(seed * 1_000_000 + case, comm.world_size, ELEMENTS)
     expected = call.expected(comm.rank, comm.world_size)
     own = random.Random(f"{call.seed} {comm.rank}")
-    algorithms = ALGORITHMS if call.operation == "all_reduce" else ("auto",)
     checksums = set()
-    for algorithm in (*algorithms, algorithms[0]):
+    for algorithm in ways(call):
         try:
-            result = call.run(comm, call.tensor(comm, own), algorithm)
+            result = replace(call, algorithm=algorithm).run(comm, call.tensor(comm, own))
             check(result, expected, call.special)
             checksums.add(zlib.crc32(bits(result).numpy()))
             if len(checksums) > 1:
@@ -50,57 +47,41 @@ def agree(comm: Communicator, seed: int, case: int) -> int:
     return checksums.pop()
 
 
-def on_processes(rank: int, world_size: int, store: str, seed: int, cases: list[int]) -> list[int]:
-    """The checksums of this rank."""
-    with joined(rank, world_size, store, TIMEOUT) as comm:
-        return [agree(comm, seed, case) for case in cases]
+def ways(call: Call) -> tuple[str, ...]:
+    """The algorithms by which a call is made."""
+    return (*ALGORITHMS, "auto") if call.operation == "all_reduce" else ("auto", "auto")
 
 
-def on_threads(_rank: int, _world_size: int, seed: int, cases: list[int]) -> list[list[int]]:
-    """The checksums of all ranks."""
-    return run_threads(
-        world_size_of(cases[0]), lambda comm: [agree(comm, seed, case) for case in cases], TIMEOUT
-    )
-
-
-def run(seed: int, cases: list[int]) -> list[dict[str, Any]]:
+def run(seed: int, cases: list[int]) -> dict[str, Any]:
     """A row for all of them.
 
     Raises:
         WrongResult: the first result that is not what it should be; its message names the case.
     """
     collectives = 0
-    begin = time.perf_counter()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Pool(max(WORLD_SIZES)) as pool,
-        tqdm(total=len(cases), desc="sums", unit="case", mininterval=1) as bar,
-    ):
-        for world_size in WORLD_SIZES:
-            own = [case for case in cases if world_size_of(case) == world_size]
-            for first in range(0, len(own), BATCH):
-                batch = own[first : first + BATCH]
-                workers = pool.take(world_size)
-                store = f"{folder}/{world_size}-{first}"
-                by_processes = run_on_all(workers, on_processes, store, seed, batch)
-                (by_threads,) = run_on_all(workers[:1], on_threads, seed, batch)
-                for position, case in enumerate(batch):
-                    call = Call.draw(seed * 1_000_000 + case, world_size, ELEMENTS)
-                    ways = len(ALGORITHMS) if call.operation == "all_reduce" else 1
-                    collectives += 2 * (ways + 1)
-                    found = [[sums[position] for sums in by] for by in (by_processes, by_threads)]
-                    same = found[0] == found[1]
-                    if call.operation != "reduce_scatter":
-                        same = same and len(set(found[0])) == 1
-                    if not same:
-                        raise WrongResult(f"case {case}: the bits differ between ranks; {call}")
-                bar.update(len(batch))
-    return [
-        {
-            "trial": "one sum on 2 to 8 ranks",
-            "runs": len(cases),
-            "collectives": collectives,
-            "outcome": "all bits equal, on all ranks, and to the oracle",
-            "seconds": time.perf_counter() - begin,
-        }
+    sizes = {n: [case for case in cases if case % len(WORLD_SIZES) + 2 == n] for n in WORLD_SIZES}
+    batches = [
+        (n, own[first : first + BATCH])
+        for n, own in sizes.items()
+        for first in range(0, len(own), BATCH)
     ]
+    with tempfile.TemporaryDirectory() as folder, pool(max(WORLD_SIZES)) as workers:
+        for world_size, batch in tqdm(batches, desc="sums", unit="batch", mininterval=1):
+            store = f"{folder}/{world_size}-{batch[0]}"
+            by_processes = on_processes(workers[:world_size], store, agree, seed, batch)
+            by_threads = on_threads(workers[0], world_size, agree, seed, batch)
+            for position, case in enumerate(batch):
+                call = Call.draw(seed * 1_000_000 + case, world_size, ELEMENTS)
+                collectives += 2 * len(ways(call))
+                found = [[sums[position] for sums in by] for by in (by_processes, by_threads)]
+                same = found[0] == found[1]
+                if call.operation != "reduce_scatter":
+                    same = same and len(set(found[0])) == 1
+                if not same:
+                    raise WrongResult(f"case {case}: the bits differ between ranks; {call}")
+    return {
+        "trial": "one sum on 2 to 8 ranks",
+        "runs": len(cases),
+        "collectives": collectives,
+        "outcome": "all bits equal, on all ranks, and to the oracle",
+    }

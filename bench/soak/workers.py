@@ -14,17 +14,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipekernels import Communicator, PeerError
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 LIMIT = 300.0  # Seconds for any one task.
+TIMEOUT = 120.0  # Seconds of a communicator, unless it shall be short.
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["bench.soak.sums", "bench.soak.losses", "bench.soak.mismatches"])
@@ -70,43 +68,15 @@ class Worker:
         self._pipe.close()
 
 
-class Pool:
-    """Workers that are started in advance."""
-
-    def __init__(self, size: int) -> None:
-        self._workers = [Worker() for _ in range(size)]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for worker in self._workers:
+@contextlib.contextmanager
+def pool(size: int) -> Iterator[list[Worker]]:
+    """Workers that are started in advance; those that the list has in the end are ended."""
+    workers = [Worker() for _ in range(size)]
+    try:
+        yield workers
+    finally:
+        for worker in workers:
             worker.end()
-
-    def take(self, count: int) -> list[Worker]:
-        """The first ``count`` workers, which stay in the pool."""
-        return self._workers[:count]
-
-    def replace(self, worker: Worker) -> None:
-        """Remove a killed worker and append a new one."""
-        worker.end()
-        self._workers.remove(worker)
-        self._workers.append(Worker())
-
-
-def run_threads(world_size: int, body: Callable[[Communicator], Any], timeout: float) -> list[Any]:
-    """``body(communicator)`` on a thread of this process per rank; the results in rank order."""
-
-    def run(comm: Communicator) -> Any:
-        with comm:
-            return body(comm)
-
-    with ThreadPoolExecutor(world_size) as threads:
-        ranks = [threads.submit(run, c) for c in Communicator.threads(world_size, timeout=timeout)]
-    errors = [error for rank in ranks if (error := rank.exception()) is not None]
-    if errors:
-        raise next((e for e in errors if not isinstance(e, PeerError)), errors[0])
-    return [rank.result() for rank in ranks]
 
 
 def _serve(pipe: Connection) -> None:
@@ -124,20 +94,54 @@ def _serve(pipe: Connection) -> None:
         pipe.send(answer)
 
 
-def run_on_all(workers: list[Worker], task: Callable[..., Any], *args: Any) -> list[Any]:
-    """``task(rank, world_size, *args)`` on every worker; the results in rank order. Of several
-    errors it raises one that is not a PeerError, if possible."""
-    for rank, worker in enumerate(workers):
-        worker.start(task, rank, len(workers), *args)
-    results, errors = [], []
-    for worker in workers:
+def collected(results: list[Callable[[], Any]]) -> list[Any]:
+    """The results in rank order. Of several errors it raises one that is not a PeerError, if
+    possible."""
+    found, errors = [], []
+    for result in results:
         try:
-            results.append(worker.result())
+            found.append(result())
         except Exception as error:  # noqa: BLE001
             errors.append(error)
     if errors:
         raise next((e for e in errors if not isinstance(e, PeerError)), errors[0])
-    return results
+    return found
+
+
+def run_on_all(workers: list[Worker], task: Callable[..., Any], *args: Any) -> list[Any]:
+    """``task(rank, world_size, *args)`` on every worker; the results in rank order."""
+    for rank, worker in enumerate(workers):
+        worker.start(task, rank, len(workers), *args)
+    return collected([worker.result for worker in workers])
+
+
+def on_processes(workers: list[Worker], store: str, body: Callable[..., Any], *args: Any) -> Any:
+    """``body(communicator, *args)`` on a group of the workers, which meet by the new file
+    ``store``; the results in rank order."""
+    return run_on_all(workers, _as_process, store, body, *args)
+
+
+def _as_process(
+    rank: int, world_size: int, store: str, body: Callable[..., Any], *args: Any
+) -> Any:
+    with joined(rank, world_size, store, TIMEOUT) as comm:
+        return body(comm, *args)
+
+
+def on_threads(worker: Worker, world_size: int, body: Callable[..., Any], *args: Any) -> Any:
+    """The same on as many threads of one worker."""
+    worker.start(_as_threads, world_size, body, *args)
+    return worker.result()
+
+
+def _as_threads(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(comm: Communicator) -> Any:
+        with comm:
+            return body(comm, *args)
+
+    with ThreadPoolExecutor(world_size) as threads:
+        ranks = [threads.submit(run, c) for c in Communicator.threads(world_size, timeout=TIMEOUT)]
+    return collected([rank.result for rank in ranks])
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,10 +16,11 @@ import torch
 import torch.distributed as dist
 from support.ranks import leaves_the_group
 
+from bench.nccl import CONDITIONS, collectives, layer, pipe, ranks
 from bench.nccl import __main__ as nccl
-from bench.nccl import collectives, layer, pipe, ranks, tables
-from bench.nccl.collectives import Case, Row
-from bench.nccl.ranks import Ranks
+from bench.nccl.collectives import Case
+from bench.nccl.ranks import Ranks, Row
+from bench.processes import repeated
 from bench.report import pages
 from pipekernels import Communicator
 
@@ -51,9 +53,9 @@ def test_it_starts_its_own_ranks() -> None:
     assert "0 elements are wrong; 0 of 22 cases failed" in done.stdout
     for operation in collectives.OPERATIONS:
         assert f"**{operation}, symmetric tensors, " in done.stdout
-    assert "| 1024 | 512 | bfloat16 | sum | " in done.stdout  # All-reduce: all elements;
-    assert "| 1024 | 256 | bfloat16 | sum | " in done.stdout  # reduce-scatter: those of a rank.
-    assert "pipekernels, not fused: time" in done.stdout and ".to / pipekernels" in done.stdout
+    assert "| 1024 | 512 | sum | " in done.stdout  # All-reduce: all elements;
+    assert "| 1024 | 256 | sum | " in done.stdout  # reduce-scatter: those of a rank.
+    assert "| pipekernels, not fused | " in done.stdout and "| .to / it | size" in done.stdout
 
 
 BROKEN = """
@@ -84,11 +86,9 @@ def test_under_torchrun_an_element_that_is_wrong_on_one_rank_is_found(tmp_path: 
     assert done.returncode != 0
     # In checks before and after, of two sizes and kinds of tensors, and of the layer.
     assert "10 elements are wrong; 0 of 10 cases failed" in done.stdout, done.stdout + done.stderr
-    by_title = {
-        part.partition(",")[0]: part for part in done.stdout.split("\n**") if "| 1024 |" in part
-    }
-    columns = [line.split("|") for line in by_title["all_reduce"].splitlines() if "| 1024" in line]
-    assert columns[0][8].strip() == "2" and columns[0][12].strip() == "0"
+    (_, table), *_ = re.findall(r"\*\*(all_reduce, .*?)\*\*\n\n(.*?)\n\n", done.stdout, re.DOTALL)
+    wrong = [line.rstrip("| ").split()[-1] for line in table.splitlines()[2:]]
+    assert wrong == ["0", "2", "0", "2"]  # Of Gloo and of ours, in turn.
 
 
 # ---- one rank ----
@@ -116,6 +116,10 @@ def spoiled(function: Callable[..., torch.Tensor], argument: str | None = None) 
     return call
 
 
+def measured(work: ranks.Work, alone: Ranks) -> list[Row]:
+    return ranks.measure(work, alone.turn, rounds=2)
+
+
 @pytest.mark.parametrize("operation", collectives.OPERATIONS)
 @pytest.mark.parametrize("tensor", collectives.TENSORS)
 def test_every_collective_is_checked(
@@ -125,9 +129,9 @@ def test_every_collective_is_checked(
     case = Case(operation, tensor, place, "float32", 1 << 12)
 
     def wrong() -> dict[str, int]:
-        row = collectives.measure(case, alone, rounds=2)
-        assert (row["size"], row["count"]) == (1 << 12, 1 << 10)
-        return {name: found["wrong"] for name, found in row["candidates"].items()}
+        rows = measured(collectives.work(case, alone), alone)
+        assert {(row["size"], row["count"]) for row in rows} == {(1 << 12, 1 << 10)}
+        return {row["candidate"]: row["wrong"] for row in rows}
 
     assert wrong() == {"pipekernels": 0, "Gloo": 0}
     monkeypatch.setattr(Communicator, operation, spoiled(getattr(Communicator, operation)))
@@ -135,21 +139,22 @@ def test_every_collective_is_checked(
 
 
 def test_the_layer_is_checked(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = layer.measure(5, layer.TINY_SIZES, alone, rounds=2)
-    assert {name: found["wrong"] for name, found in row["candidates"].items()} == {
-        layer.PLAIN: 0, "Gloo": 0
-    }  # fmt: skip
+    rows = measured(layer.work(5, layer.TINY_SIZES, alone), alone)
+    assert {row["candidate"]: row["wrong"] for row in rows} == {layer.PLAIN: 0, "Gloo": 0}
     monkeypatch.setattr(layer, "row_linear", spoiled(layer.row_linear))
-    row = layer.measure(5, layer.TINY_SIZES, alone, rounds=2)
-    assert row["candidates"][layer.PLAIN]["wrong"] == 2
-    assert (row["size"], row["count"]) == (5 * 64 * 2, 5 * 64)
+    rows = measured(layer.work(5, layer.TINY_SIZES, alone), alone)
+    assert {row["candidate"]: row["wrong"] for row in rows} == {layer.PLAIN: 2, "Gloo": 0}
+    assert {(row["size"], row["count"]) for row in rows} == {(5 * 64 * 2, 5 * 64)}
 
 
 def test_the_pipe_is_checked(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = pipe.measure(2, 16, [CPU, CPU], rounds=2)
-    assert tables.wrong([row]) == 0 and set(row["candidates"]) == {"pipekernels", ".to"}
+    def wrong() -> dict[str, int]:
+        rows = ranks.measure(pipe.work(2, 16, [CPU, CPU]), lambda call: repeated(call, 1), 2)
+        return {row["candidate"]: row["wrong"] for row in rows}
+
+    assert wrong() == {"pipekernels": 0, ".to": 0}
     monkeypatch.setattr(pipe, "by_hand", spoiled(pipe.by_hand))
-    assert pipe.measure(2, 16, [CPU, CPU], rounds=2)["candidates"]["pipekernels"]["wrong"] == 2
+    assert wrong() == {"pipekernels": 2, ".to": 0}
 
 
 def test_sums_are_exact_in_bfloat16() -> None:
@@ -164,45 +169,35 @@ def test_sums_are_exact_in_bfloat16() -> None:
 
 
 def test_the_bus_carries_what_nccl_tests_says() -> None:
-    found = {
-        operation: collectives.rated({"median": 1.0}, operation, 4, 10**9, 0)["busbw"]
-        for operation in collectives.OPERATIONS
-    }
-    assert found == pytest.approx(
-        {"all_reduce": 1.5, "reduce_scatter": 0.75, "all_gather": 0.75, "broadcast": 1.0}
-    )
+    assert {operation: ranks.bus(operation, 4) for operation in collectives.OPERATIONS} == {
+        "all_reduce": 1.5, "reduce_scatter": 0.75, "all_gather": 0.75, "broadcast": 1.0
+    }  # fmt: skip
+    work = ranks.Work({"it": lambda: None}, lambda call: 0, {"size": 8 * 10**9}, busbw=1.5)
+    (row,) = ranks.measure(work, lambda call: lambda: 2.0, rounds=2)
+    assert (row["algbw"], row["busbw"]) == (4.0, 6.0)
 
 
 # ---- tables, files, and what is missing ----
 
 
 def rows_of(alone: Ranks) -> list[Row]:
-    return list(nccl.run(alone, quick=True))
+    return [row for rows in nccl.run(alone, quick=True) for row in rows]
 
 
-def test_rows_are_kept_with_a_plot_and_shown_on_a_page(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OUT", str(tmp_path))
-    rows = rows_of(alone)
-    path = nccl.keep(rows)
-    assert path == tmp_path / "nccl.json"
-    record = json.loads(path.read_text())
-    page = pages.render([record])
+def page_of(rows: list[Row]) -> str:
+    record = {
+        "name": "nccl", "date": "today", "commit": "0", "rows": rows, "conditions": CONDITIONS,
+        "machine": {"cpu": "some", "cores": 2, "torch": "2"},
+    }  # fmt: skip
+    return pages.render([json.loads(json.dumps(record))])
+
+
+def test_rows_are_shown_on_a_page(alone: Ranks) -> None:
+    page = page_of(rows_of(alone))
     assert "**all_gather, ordinary tensors, out of place; 1 ranks**" in page
-    assert "Geometric mean of Gloo / pipekernels: " in page and "Failed" not in page
+    assert "Geometric means of the ratios: pipekernels " in page and "Failed" not in page
     text = "<!-- bench:nccl -->\n<!-- /bench -->"
     assert pages.UNMEASURED in pages.update(text, {})
-    pytest.importorskip("matplotlib")
-    assert nccl.draw(rows, path) == str(tmp_path / "nccl.svg")
-    assert (tmp_path / "nccl.svg").read_text().startswith("<?xml")
-
-
-def test_without_matplotlib_it_says_that_there_is_no_plot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert nccl.draw([], tmp_path / "nccl.json").startswith("no plot: import of matplotlib")
 
 
 def test_without_peer_access_the_backend_is_measured_alone(alone: Ranks) -> None:
@@ -214,13 +209,10 @@ def test_without_peer_access_the_backend_is_measured_alone(alone: Ranks) -> None
     alone.communicator.close()
     alone.communicator, alone.left_out = None, words
     rows = rows_of(alone)
-    assert {name for row in rows for name in row.get("candidates", {})} == {
-        "Gloo", "pipekernels", ".to"
-    }  # fmt: skip
-    assert tables.wrong(rows) == 0 and not any("error" in row for row in rows)
-    page = tables.table(rows)
-    assert page.startswith(words) and "Gloo: time" in page and "Gloo / pipekernels" not in page
-    assert ".to / pipekernels" in page  # Pipes work.
+    measured = {(row["part"].startswith("Pipe"), row["candidate"]) for row in rows if "part" in row}
+    assert measured == {(False, "Gloo"), (True, "pipekernels"), (True, ".to")}  # Pipes work.
+    assert not any(row.get("wrong") or "error" in row for row in rows)
+    assert words in page_of(rows)
 
 
 def test_a_case_that_fails_is_a_row_and_the_others_are_measured(
@@ -236,9 +228,9 @@ def test_a_case_that_fails_is_a_row_and_the_others_are_measured(
     monkeypatch.setattr(Communicator, "reduce_scatter", fail_once)
     rows = rows_of(alone)
     (failed,) = (row for row in rows if "error" in row)
-    assert failed["operation"] == "reduce_scatter" and len(rows) == 22
-    named = "* collectives, reduce_scatter, ordinary, out, bfloat16, 1024: RuntimeError: no kernel"
-    assert named in tables.table(rows)
+    assert failed["part"].startswith("reduce_scatter") and len(rows) == 22 * 2 - 1
+    named = "ordinary tensors, out of place; 1 ranks, 1024 bytes, bfloat16: RuntimeError: no kernel"
+    assert named in page_of(rows)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
