@@ -38,7 +38,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,9 @@ from pipekernels.comm.process_group import derived
 from pipekernels.comm.process_group.group import Group, is_dense
 from pipekernels.comm.process_group.work import ENDED
 from pipekernels.comm.tensors import put_back, to_dense_in_place
+
+if TYPE_CHECKING:
+    from pipekernels._backend import Communicator as Native
 
 if TorchVersion(torch.__version__) < "2.7":
     raise ImportError(
@@ -68,6 +71,26 @@ _REDUCTIONS = {
     dist.ReduceOp.BOR: "or",
     dist.ReduceOp.BXOR: "xor",
 }
+_UNSCALED = {op: name for op, name in _REDUCTIONS.items() if op != dist.ReduceOp.PREMUL_SUM}
+
+
+# Of one tensor, in one native call of the given ones; they return whether it was made.
+
+
+def _all_reduce_at_once(native: Native, opts: Any, tensors: Any) -> bool:
+    return len(tensors) == 1 and native.all_reduce_flat(tensors[0], _native_reduction(opts))
+
+
+def _reduce_scatter_at_once(native: Native, opts: Any, output: Tensor, input: Tensor) -> bool:
+    return native.reduce_scatter_flat(input, output, _native_reduction(opts))
+
+
+def _all_gather_at_once(native: Native, opts: Any, output: Tensor, input: Tensor) -> bool:
+    return native.all_gather_flat(input, output)
+
+
+def _broadcast_at_once(native: Native, opts: Any, tensors: Any) -> bool:
+    return len(tensors) == 1 and native.broadcast_flat(tensors[0], opts.rootRank)
 
 
 Steps = Iterator[list[Tensor]]
@@ -76,6 +99,7 @@ Steps = Iterator[list[Tensor]]
 def _collective(
     options: Any,
     *,
+    at_once: Callable[..., bool] | None = None,
     name: str = "",
     arguments: int = 1,
     decisive: slice = slice(1),
@@ -86,6 +110,8 @@ def _collective(
 
     Args:
         options: the class of torch's options.
+        at_once: makes the call with ``(flat_calls, opts, *arguments)`` if it can; returns whether
+            it has.
         name: of this method in groups for other tensors; that of ``steps`` if it is empty.
         arguments: how many come before the options.
         decisive: the lists of tensors that decide on the group, the same on all ranks.
@@ -94,6 +120,10 @@ def _collective(
 
     def make(steps: Callable[..., Steps]) -> Callable[..., dist.Work]:
         def method(self: _Group, *given: Any, **fields: Any) -> dist.Work:
+            if at_once is not None and len(given) > arguments:
+                calls = self._immediate(given[arguments])
+                if calls is not None and at_once(calls, given[arguments], *given[:arguments]):
+                    return ENDED
             opts = _options(options, *given[arguments:], **fields)
             given = given[:arguments]
             if single:
@@ -119,22 +149,6 @@ class _Group(Group):
 
     # ---- reductions ------------------------------------------------------------------------------
 
-    def allreduce(
-        self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
-    ) -> dist.Work:
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        opts = _options(dist.AllreduceOptions, opts, timeout, op=op)
-        if len(tensors) == 1 and is_dense(tensors):
-            name, factor = _reduction(opts)
-            if factor is None and self._is_idle(opts):
-                # One native call, if it can do everything.
-                flat = tensors[0].detach()
-                if flat.dim() != 1 and flat.is_contiguous():
-                    flat = flat.view(-1)
-                if flat.dim() == 1 and self._comm._all_reduce_tensor(flat, name, "auto", "rank"):
-                    return ENDED
-        return self._allreduce(tensors, opts)
-
     def _reduce_all(self, opts: Any, tensors: list[Tensor]) -> Steps:
         name, factor = _reduction(opts)
         yield tensors
@@ -144,10 +158,12 @@ class _Group(Group):
                     flat *= factor
                 derived.all_reduce(self._comm, flat, name)
 
-    _allreduce = _collective(dist.AllreduceOptions, name="allreduce")(_reduce_all)
-    allreduce_coalesced = _collective(dist.AllreduceCoalescedOptions, name="allreduce_coalesced")(
+    allreduce = _collective(dist.AllreduceOptions, at_once=_all_reduce_at_once, name="allreduce")(
         _reduce_all
     )
+    allreduce_coalesced = _collective(
+        dist.AllreduceCoalescedOptions, at_once=_all_reduce_at_once, name="allreduce_coalesced"
+    )(_reduce_all)
 
     @_collective(dist.ReduceOptions)
     def reduce(self, opts: Any, tensors: list[Tensor]) -> Steps:
@@ -182,7 +198,9 @@ class _Group(Group):
         dist.ReduceScatterOptions, name="reduce_scatter_tensor_coalesced", arguments=2
     )(_reduce_scatter_each)
 
-    @_collective(dist.ReduceScatterOptions, arguments=2, single=True)
+    @_collective(
+        dist.ReduceScatterOptions, at_once=_reduce_scatter_at_once, arguments=2, single=True
+    )
     def _reduce_scatter_base(self, opts: Any, output: Tensor, input: Tensor) -> Steps:
         return self._reduce_scatter_each(opts, [output], [input])
 
@@ -236,9 +254,9 @@ class _Group(Group):
             self._check_sizes("all_gather", input, output, "output")
         yield outputs
         for output, input in zip(outputs, inputs, strict=True):
-            row = input.reshape(1, -1)
+            row = input.reshape(-1)
             if output.is_contiguous():
-                self._comm.all_gather(row, out=output.view(self.size(), -1))
+                self._comm.all_gather(row, out=output.view(-1))
             else:
                 output.copy_(self._comm.all_gather(row).view(output.shape))
 
@@ -249,13 +267,13 @@ class _Group(Group):
         decisive=slice(1, 2),
     )(_all_gather_each)
 
-    @_collective(AllgatherOptions, arguments=2, single=True)
+    @_collective(AllgatherOptions, at_once=_all_gather_at_once, arguments=2, single=True)
     def _allgather_base(self, opts: Any, output: Tensor, input: Tensor) -> Steps:
         return self._all_gather_each(opts, [output], [input])
 
     all_gather_single = _allgather_base
 
-    @_collective(dist.BroadcastOptions)
+    @_collective(dist.BroadcastOptions, at_once=_broadcast_at_once)
     def broadcast(self, opts: Any, tensors: list[Tensor]) -> Steps:
         yield tensors
         for tensor in tensors:
@@ -330,6 +348,11 @@ def _flat(tensor: Tensor) -> Iterator[Tensor]:
     dense = to_dense_in_place(tensor)
     yield dense.view(-1)
     put_back(dense, tensor)
+
+
+def _native_reduction(opts: Any) -> str:
+    """The name of the reduction; empty if its terms have a factor."""
+    return _UNSCALED.get(opts.reduceOp.op, "")
 
 
 def _reduction(opts: Any) -> tuple[str, Any]:

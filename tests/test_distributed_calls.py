@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import in_group
+from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.profiler import ProfilerActivity, profile
 
 pytestmark = pytest.mark.processes
 
@@ -69,6 +73,84 @@ def test_strided_tensors(rank: int) -> None:
     for tensor in touched:
         beside = tensor._base[:, 1]
         assert (beside == torch.tensor(9).to(beside.dtype)).all()
+
+
+@in_group(2)
+def test_ranks_may_differ_in_shapes_and_strides(rank: int) -> None:
+    """What one rank does in one native call, the other prepares in Python."""
+
+    def tensor(value: float, elements: int = 6) -> torch.Tensor:
+        if rank == 0:
+            return torch.ones(2, elements // 2) * value
+        return (torch.ones(elements, 2) * value)[:, 0]
+
+    group = dist.group.WORLD
+    x = tensor(rank + 1.0)
+    dist.all_reduce(x)
+    assert x.unique().tolist() == [3]
+    dist.broadcast(x.fill_(rank), 1)
+    assert x.unique().tolist() == [1]
+    gathered = tensor(0, 12)
+    group._allgather_base(gathered, tensor(float(rank)), waited(AllgatherOptions)).wait()
+    assert gathered.flatten().tolist() == [0] * 6 + [1] * 6
+    group._reduce_scatter_base(x, tensor(rank + 1.0, 12), waited(dist.ReduceScatterOptions)).wait()
+    assert x.unique().tolist() == [3]
+
+
+@in_group(2)
+def test_input_and_output_may_share_memory(rank: int) -> None:
+    group, both = dist.group.WORLD, torch.full((4,), rank + 5.0)
+    own = both.chunk(2)[rank]
+    group._allgather_base(both, own, waited(AllgatherOptions)).wait()
+    assert both.tolist() == [5, 5, 6, 6]
+    group._reduce_scatter_base(own, both, waited(dist.ReduceScatterOptions)).wait()
+    assert own.tolist() == [10 + 2 * rank] * 2
+
+
+def waited(options: Any) -> Any:
+    made = options()
+    made.asyncOp = False
+    return made
+
+
+@in_group(2)
+def test_reductions_that_a_communicator_has_not(rank: int) -> None:
+    op = dist.ReduceOp
+    for dtype in (torch.int32, torch.int64, torch.uint8, torch.float32):
+        for reduction, value in ((op.AVG, 3), (op.PRODUCT, 8), (op.BXOR, 6)):
+            if reduction == op.BXOR and dtype.is_floating_point:
+                continue
+            x = torch.tensor([2 + 2 * rank] * 4, dtype=dtype)
+            dist.all_reduce(x, reduction)
+            out = torch.zeros(2, dtype=dtype)
+            full = torch.tensor([2 + 2 * rank] * 4, dtype=dtype)
+            options = waited(dist.ReduceScatterOptions)
+            options.reduceOp = reduction
+            dist.group.WORLD._reduce_scatter_base(out, full, options).wait()
+            assert x.tolist() == [value] * 4 and out.tolist() == [value] * 2
+    x = torch.ones(2)
+    dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))
+    assert x.tolist() == [1, 1]
+
+
+@in_group(2)
+def test_versions_of_tensors_that_native_calls_change(rank: int) -> None:
+    x, both = torch.ones(2), torch.ones(4)
+    dist.all_reduce(x)
+    dist.broadcast(x, 0)
+    dist.group.WORLD._reduce_scatter_base(x, both, waited(dist.ReduceScatterOptions))
+    dist.group.WORLD._allgather_base(both, x, waited(AllgatherOptions))
+    assert (x._version, both._version) == (3, 1)
+
+
+@in_group(2)
+def test_the_profiler_sees_calls(rank: int) -> None:
+    x = torch.ones(2)
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        dist.all_reduce(x)
+        dist.broadcast(x, 0)
+    names = {event.name for event in found.events()}
+    assert names > {"pipekernels::all_reduce of 8 bytes, auto", "pipekernels::broadcast of 8 bytes"}
 
 
 @in_group(2)

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -68,6 +69,19 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+// Shows a profiler the waits of this thread's collectives: called with True when one begins, with
+// False at its end. None, mostly.
+thread_local PyObject* wait_observer = nullptr;
+
+void tell_observer(bool begins) {
+  if (wait_observer == nullptr) return;
+  py::gil_scoped_acquire gil;
+  py::error_scope error;  // A wait may end by an exception of Python.
+  const auto told = py::reinterpret_steal<py::object>(
+      PyObject_CallOneArg(wait_observer, begins ? Py_True : Py_False));
+  if (!told) PyErr_WriteUnraisable(wait_observer);
+}
+
 // The same digest as digest_of() in pipekernels/comm/tensors.py.
 uint32_t shape_digest(py::handle tensor, int32_t dims) {
   return dims == 1 ? 0 : static_cast<uint32_t>(py::hash(tensor.attr("shape")) & kMaxShape);
@@ -89,48 +103,159 @@ int code_of(const PyObject* name) {
   return code;
 }
 
-// Communicator.all_reduce_tensor(tensor, op, algorithm, order) -> bool: the fast path for common
-// calls. Does nothing and returns False if `op`, `algorithm` or `order` is not an interned valid
-// name, or if the tensor needs preparation: it is not contiguous, is on another device, has no
-// memory, or torch cannot describe it to C. Defined without pybind11, whose call overhead is as
-// long as a small sum.
-PyObject* all_reduce_tensor(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 4) {
-    PyErr_SetString(PyExc_TypeError, "expected (tensor, op, algorithm, order)");
-    return nullptr;
+// A contiguous CPU tensor of a dtype that can be reduced, as native calls take it.
+struct PlainTensor {
+  std::byte* data;
+  size_t count;  // Elements.
+  DType dtype;
+  int32_t dims;
+
+  size_t bytes() const { return count * size_of(dtype); }
+  bool overlaps(const PlainTensor& other) const {
+    return data < other.data + other.bytes() && other.data < data + bytes();
   }
-  try {
-    const py::handle tensor = arguments[0];
-    dlpack::Tensor described;
-    if (!describe(tensor, described) || described.device_type != dlpack::kCpu) Py_RETURN_FALSE;
-    const int dtype = dtype_of(described);
-    const int64_t elements = dense_elements(described);
-    if (dtype < 0 || elements < 0 || !holds_elements(tensor, described)) Py_RETURN_FALSE;
-    const int operation = code_of<Reduction, kOperations>(arguments[1]);
-    const int algorithm = code_of<Algorithm, kAlgorithms>(arguments[2]);
-    const int order = code_of<Order, kOrders>(arguments[3]);
-    if (operation < 0 || algorithm < 0 || order < 0) Py_RETURN_FALSE;
-    const uint32_t shape = shape_digest(tensor, described.dims);
-    auto& communicator = py::handle(self).cast<Communicator&>();
-    {
-      const GilUntilRelease gil;
-      // Release the GIL at once if the peers are threads, which need it, or if the call takes long;
-      // copying kFewBytes takes some 10 us.
-      constexpr int64_t kFewBytes = 256 << 10;
-      if (communicator.is_threads() || elements * described.type_bits / 8 > kFewBytes) {
-        GilUntilRelease::release();
-      }
-      all_reduce(communicator, static_cast<std::byte*>(described.data) + described.offset,
-                 static_cast<size_t>(elements), static_cast<DType>(dtype),
-                 in_order(static_cast<Reduction>(operation), static_cast<Order>(order)),
-                 static_cast<Algorithm>(algorithm), shape);
+};
+
+// Nothing if the tensor needs preparation: it is not contiguous, is on another device, has no
+// memory, or torch cannot describe it to C.
+std::optional<PlainTensor> as_plain(py::handle tensor) {
+  dlpack::Tensor described;
+  if (!describe(tensor, described) || described.device_type != dlpack::kCpu) return {};
+  const int dtype = dtype_of(described);
+  const int64_t elements = dense_elements(described);
+  if (dtype < 0 || elements < 0 || !holds_elements(tensor, described)) return {};
+  return PlainTensor{static_cast<std::byte*>(described.data) + described.offset,
+                     static_cast<size_t>(elements), static_cast<DType>(dtype), described.dims};
+}
+
+// Runs call(communicator), which moves `bytes`, with the GIL released where that pays.
+template <class Body>
+void run_without_gil_if_long(Communicator& communicator, size_t bytes, Body call) {
+  const GilUntilRelease gil;
+  // Release the GIL at once if the peers are threads, which need it, or if the call takes long;
+  // copying kFewBytes takes some 10 us.
+  constexpr size_t kFewBytes = 256 << 10;
+  if (communicator.is_threads() || bytes > kFewBytes) GilUntilRelease::release();
+  call();
+}
+
+// The methods below are the fast paths for common calls. They do nothing and return False for
+// tensors that need preparation, and where a name is not an interned valid one. Defined without
+// pybind11, whose call overhead is as long as a small sum.
+//
+// all_reduce_tensor(tensor, op, algorithm, order) -> bool
+bool all_reduce_tensor(Communicator& communicator, PyObject* const* arguments) {
+  const py::handle tensor = arguments[0];
+  const auto plain = as_plain(tensor);
+  const int operation = code_of<Reduction, kOperations>(arguments[1]);
+  const int algorithm = code_of<Algorithm, kAlgorithms>(arguments[2]);
+  const int order = code_of<Order, kOrders>(arguments[3]);
+  if (!plain || operation < 0 || algorithm < 0 || order < 0) return false;
+  const uint32_t shape = shape_digest(tensor, plain->dims);
+  run_without_gil_if_long(communicator, plain->bytes(), [&] {
+    all_reduce(communicator, plain->data, plain->count, plain->dtype,
+               in_order(static_cast<Reduction>(operation), static_cast<Order>(order)),
+               static_cast<Algorithm>(algorithm), shape);
+  });
+  mark_changed(tensor);
+  return true;
+}
+
+// Those of torch.distributed, which compares numbers of elements, not shapes: as tensors of one
+// dimension.
+//
+// Averages of integers, which torch.distributed has and a communicator has not, are left to Python.
+bool has_reduction(DType dtype, int operation) {
+  if (operation < 0) return false;
+  return !(is_integer(dtype) && is_average(static_cast<Reduction>(operation)));
+}
+
+// all_reduce_flat(tensor, op) -> bool
+bool all_reduce_flat(Communicator& communicator, PyObject* const* arguments) {
+  const auto plain = as_plain(arguments[0]);
+  const int operation = code_of<Reduction, kOperations>(arguments[1]);
+  if (!plain || !has_reduction(plain->dtype, operation)) return false;
+  run_without_gil_if_long(communicator, plain->bytes(), [&] {
+    all_reduce(communicator, plain->data, plain->count, plain->dtype,
+               in_order(static_cast<Reduction>(operation), Order::kRank), Algorithm::kAuto);
+  });
+  mark_changed(arguments[0]);
+  return true;
+}
+
+// reduce_scatter_flat(input, output, op) -> bool
+bool reduce_scatter_flat(Communicator& communicator, PyObject* const* arguments) {
+  const auto input = as_plain(arguments[0]), output = as_plain(arguments[1]);
+  const int operation = code_of<Reduction, kOperations>(arguments[2]);
+  if (!input || !output || !has_reduction(input->dtype, operation) ||
+      input->dtype != output->dtype || input->count != output->count * communicator.world_size() ||
+      input->overlaps(*output)) {
+    return false;
+  }
+  run_without_gil_if_long(communicator, input->bytes(), [&] {
+    reduce_scatter(communicator, input->data, output->data, output->count, output->dtype,
+                   in_order(static_cast<Reduction>(operation), Order::kRank));
+  });
+  mark_changed(arguments[1]);
+  return true;
+}
+
+// all_gather_flat(input, output) -> bool
+bool all_gather_flat(Communicator& communicator, PyObject* const* arguments) {
+  const auto input = as_plain(arguments[0]), output = as_plain(arguments[1]);
+  if (!input || !output || input->dtype != output->dtype ||
+      output->count != input->count * communicator.world_size() ||
+      (input->overlaps(*output) &&
+       input->data != output->data + communicator.rank() * input->bytes())) {
+    return false;
+  }
+  run_without_gil_if_long(communicator, output->bytes(), [&] {
+    all_gather(communicator, input->data, output->data, input->count, input->dtype);
+  });
+  mark_changed(arguments[1]);
+  return true;
+}
+
+// broadcast_flat(tensor, root) -> bool
+bool broadcast_flat(Communicator& communicator, PyObject* const* arguments) {
+  const auto plain = as_plain(arguments[0]);
+  const long root = PyLong_AsLong(arguments[1]);
+  if (root == -1) PyErr_Clear();  // Python says what is wrong with it.
+  if (!plain || root < 0 || root >= communicator.world_size()) return false;
+  run_without_gil_if_long(communicator, plain->bytes(), [&] {
+    broadcast(communicator, plain->data, plain->count, plain->dtype, static_cast<int>(root));
+  });
+  mark_changed(arguments[0]);
+  return true;
+}
+
+// A property of Communicator whose value is the method `call` with `parameters`, of the object.
+template <bool (*call)(Communicator&, PyObject* const*), int parameters>
+void define_fast_method(py::class_<Communicator>& cls, const char* name, const char* full_name) {
+  static constexpr auto checked = [](PyObject* self, PyObject* const* arguments,
+                                     Py_ssize_t count) -> PyObject* {
+    if (count != parameters) {
+      PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", parameters, count);
+      return nullptr;
     }
-    mark_changed(tensor);
-    Py_RETURN_TRUE;
-  } catch (...) {
-    set_python_error();
-    return nullptr;
-  }
+    try {
+      return PyBool_FromLong(call(py::handle(self).cast<Communicator&>(), arguments));
+    } catch (...) {
+      set_python_error();
+      return nullptr;
+    }
+  };
+  // The method's name differs from the property's: torch.compile would take a function of the
+  // property's name for the descriptor that makes methods.
+  static PyMethodDef method{};
+  method = {full_name,
+            reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(
+                +static_cast<PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t)>(checked))),
+            METH_FASTCALL, nullptr};
+  cls.def_property_readonly(name, [](const py::object& self) {
+    if (!py::isinstance<Communicator>(self)) throw py::type_error("no Communicator");
+    return py::reinterpret_steal<py::object>(PyCFunction_New(&method, self.ptr()));
+  });
 }
 
 }  // namespace
@@ -146,6 +271,10 @@ void bind_collectives(py::module_& m) {
   py::register_local_exception_translator(&translate_error);
 
   m.def("open_pidfd", &open_pidfd);
+  m.def("watch_waits", [](const py::object& observer) {
+    PyObject* const added = observer.is_none() ? nullptr : Py_NewRef(observer.ptr());
+    Py_XDECREF(std::exchange(wait_observer, added));
+  });
 
   py::class_<SymmetricBuffer>(m, "SymmetricBuffer", py::buffer_protocol())
       .def_buffer([](SymmetricBuffer& buffer) {
@@ -160,12 +289,27 @@ void bind_collectives(py::module_& m) {
            }),
            py::arg("fd"), py::arg("world_size"));
 
-  py::class_<Communicator>(m, "Communicator")
+  py::class_<Communicator> communicator(m, "Communicator");
+  define_fast_method<&all_reduce_tensor, 4>(communicator, "all_reduce_tensor",
+                                            "Communicator.all_reduce_tensor");
+  define_fast_method<&all_reduce_flat, 2>(communicator, "all_reduce_flat",
+                                          "Communicator.all_reduce_flat");
+  define_fast_method<&reduce_scatter_flat, 3>(communicator, "reduce_scatter_flat",
+                                              "Communicator.reduce_scatter_flat");
+  define_fast_method<&all_gather_flat, 2>(communicator, "all_gather_flat",
+                                          "Communicator.all_gather_flat");
+  define_fast_method<&broadcast_flat, 2>(communicator, "broadcast_flat",
+                                         "Communicator.broadcast_flat");
+  communicator
       .def(py::init([](std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
                        double timeout) {
-             return std::make_unique<Communicator>(std::move(segment), rank, std::move(pidfds),
-                                                   Seconds(timeout), &check_signals,
-                                                   &GilUntilRelease::release);
+             return std::make_unique<Communicator>(
+                 std::move(segment), rank, std::move(pidfds), Seconds(timeout), &check_signals,
+                 [] {
+                   GilUntilRelease::release();
+                   tell_observer(true);
+                 },
+                 [] { tell_observer(false); });
            }),
            py::arg("segment").none(false), py::arg("rank"), py::arg("pidfds"), py::arg("timeout"))
       .def_property_readonly("one_shot_bytes", &Communicator::one_shot_bytes)
@@ -188,18 +332,6 @@ void bind_collectives(py::module_& m) {
           },
           py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("reduction"),
           py::arg("algorithm"), py::arg("shape") = 0, WithoutGil())
-      .def_property_readonly(
-          "all_reduce_tensor",
-          [](const py::object& self) {
-            if (!py::isinstance<Communicator>(self)) throw py::type_error("no Communicator");
-            // The method's name differs from the property's: torch.compile would take a function of
-            // the property's name for the descriptor that makes methods.
-            static PyMethodDef method{
-                "Communicator.all_reduce_tensor",
-                reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&all_reduce_tensor)),
-                METH_FASTCALL, nullptr};
-            return py::reinterpret_steal<py::object>(PyCFunction_New(&method, self.ptr()));
-          })
       .def(
           "reduce_scatter",
           [](Communicator& communicator, uintptr_t input, uintptr_t output, size_t count, int dtype,

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipekernels import _backend
 from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
 from pipekernels.comm.tensors import ReadyCounters, elements_of, shape_digest
 
@@ -52,6 +53,15 @@ class CpuBackend(Backend, Protocol):
         """``all_reduce(tensor, op, algorithm, order)`` with the arguments of
         :meth:`pipekernels.Communicator.all_reduce`, checks included, in one native call if
         possible; returns whether it was."""
+
+    @property
+    def flat_calls(self) -> _backend.Communicator | None:
+        """Whose methods ``*_flat`` make collectives of contiguous tensors as if they had one
+        dimension, checks included, in one native call; None if this backend has none.
+
+        They return whether they did: not for tensors that need preparation or do not fit, nor for
+        dtypes and operations that a communicator does not reduce. The methods above serve these,
+        whose tensors must then have one dimension."""
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""

@@ -28,7 +28,7 @@ from pipekernels.comm.tensors import (
     to_dense,
     to_dense_in_place,
 )
-from pipekernels.device.profiling import in_profile
+from pipekernels.device.profiling import collective_in_profile
 
 
 class Collectives:
@@ -112,7 +112,9 @@ class Collectives:
             return tensor
         check_tensor(tensor)
         check_reducible(tensor, op, algorithm, order)
-        with in_profile("all_reduce of %d bytes, %s", tensor.numel() * tensor.itemsize, algorithm):
+        with collective_in_profile(
+            "all_reduce of %d bytes, %s", tensor.numel() * tensor.itemsize, algorithm
+        ):
             if is_watched and self._all_reduce_tensor(tensor, op, algorithm, order):
                 return tensor
             dense = to_dense_in_place(tensor)
@@ -198,7 +200,7 @@ class Collectives:
         dense = to_dense(input)
         rows = input.shape[0] // self._world_size
         output = output_for(dense, (rows, *input.shape[1:]), out)
-        with in_profile("reduce_scatter of %d bytes", dense.nbytes):
+        with collective_in_profile("reduce_scatter of %d bytes", dense.nbytes):
             self._backend_for(input.device).reduce_scatter(dense, output, reduction_in(op, order))
         if out is not None:
             mark_changed(out)
@@ -224,7 +226,7 @@ class Collectives:
         rows = self._world_size * input.shape[0]
         in_place = self._rank * dense.numel() * dense.itemsize
         output = output_for(dense, (rows, *input.shape[1:]), out, in_place)
-        with in_profile("all_gather of %d bytes", output.nbytes):
+        with collective_in_profile("all_gather of %d bytes", output.nbytes):
             self._backend_for(input.device).all_gather(dense, output)
         if out is not None:
             mark_changed(out)
@@ -246,7 +248,7 @@ class Collectives:
         check_tensor(tensor)
         check_root(src, self._world_size)
         dense = to_dense_in_place(tensor)
-        with in_profile("broadcast of %d bytes", dense.nbytes):
+        with collective_in_profile("broadcast of %d bytes", dense.nbytes):
             self._backend_for(tensor.device).broadcast(dense, src)
         return put_back(dense, tensor)
 

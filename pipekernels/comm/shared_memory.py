@@ -57,6 +57,7 @@ class SharedMemoryBackend(NativeBackend):
         self.core = core
         self._log = _AlgorithmLog(core) if _log.isEnabledFor(logging.INFO) else None
         self.all_reduce_tensor = (self._log or core).all_reduce_tensor
+        self.flat_calls = core if self._log is None else None
         self.barrier = core.barrier
         self.close = core.close
         self.abort = core.abort

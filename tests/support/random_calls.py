@@ -171,7 +171,7 @@ def make_communicators(native: Any) -> Counter[str]:
     fd = native.Segment.create(3)
     segment = native.Segment(fd, 3)
     (alone,) = threads(native, 1)
-    x = torch.zeros(3)
+    x, y = torch.zeros(3), torch.ones(3)
     kinds: list[tuple[Callable[..., Any], Callable[[], list[Any]]]] = [
         (
             lambda *arguments: os.close(native.Segment.create(*arguments)),
@@ -197,9 +197,13 @@ def make_communicators(native: Any) -> Counter[str]:
                 draw(rng, "rank", "tree"),
             ],
         ),
+        (alone.all_reduce_flat, lambda: [draw(rng, x), draw(rng, "sum", "max")]),
+        (alone.reduce_scatter_flat, lambda: [draw(rng, x), draw(rng, y), draw(rng, "sum")]),
+        (alone.all_gather_flat, lambda: [draw(rng, x), draw(rng, y)]),
+        (alone.broadcast_flat, lambda: [draw(rng, x), draw(rng, 0, 1, -1, 1 << 70)]),
     ]
     counts = Counter[str]()
-    for i in range(600):
+    for i in range(1000):
         call, arguments = rng.choice(kinds)
         drawn = arguments()
         print(f"{i}: {call} {drawn}", flush=True)

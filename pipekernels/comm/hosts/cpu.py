@@ -45,6 +45,7 @@ class MultiHostBackend:
         self._host_map = host_map
         self._link = link
         self._agreement = Agreement(local, host_map, link, timeout)
+        self.flat_calls = None  # Collectives need several steps.
         self.empty = local.empty
         self.output = local.output
         self.close = self._agreement.close

@@ -64,7 +64,8 @@ def reduce_scatter(comm: Collectives, rows: Tensor, op: str, out: Tensor | None 
     """Row ``rank`` of the reduction of ``rows``, ``[ranks, k]``; in ``out``, ``[1, k]``, if it is
     given. Otherwise as :func:`all_reduce`."""
     if _is_native(rows.dtype, op):
-        return comm.reduce_scatter(rows, op, out=out)
+        own = comm.reduce_scatter(rows.view(-1), op, out=None if out is None else out.view(-1))
+        return own[None] if out is None else out
     own = _reduced(comm, rows.reshape(-1), op).view(rows.shape)[comm._rank :][:1]
     return own if out is None else out.copy_(own)
 

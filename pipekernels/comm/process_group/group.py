@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipekernels import _backend
 from pipekernels._log import info_once
-from pipekernels._torch_private import register_backend
+from pipekernels._torch_private import is_profiler_enabled, register_backend
 from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.join.deadline import Deadline
@@ -69,6 +70,7 @@ class Group(dist.ProcessGroup):
         self._gloo = cast(dist.ProcessGroup, _Logged(gloo)) if logged else gloo
         rendezvous = over_store(store, rank, world_size, deadline)
         self._comm = cast(Communicator, Communicator._join(rendezvous, seconds, MOST_BLOCKS))
+        self._flat_calls = self._comm._cpu_backend.flat_calls
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
         self._thread_id: int | None = None  # Set by its first call.
         self._last = DONE
@@ -89,6 +91,12 @@ class Group(dist.ProcessGroup):
         self._last = DONE  # Its error may keep callers' frames, and through them this group, alive.
         self._thread.shutdown(wait=False)  # Pending calls fail, as the communicator is closed.
         super().shutdown()
+
+    def _immediate(self, opts: Any) -> _backend.Communicator | None:
+        """Native calls, if one may run at once and no profiler wants to see it."""
+        if getattr(opts, "asyncOp", True) or self._last is not DONE or is_profiler_enabled():
+            return None
+        return self._flat_calls
 
     def _is_idle(self, opts: Any) -> bool:
         """Whether a call may run at once: the caller waits for it, and no earlier one is left."""
