@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 1_400,
+    "pipekernels": 1_420,
     "pipekernels/balance": 140,
     "pipekernels/binding": 320,
-    "pipekernels/comm": 2_020,
+    "pipekernels/comm": 2_030,
     "pipekernels/comm/hosts": 580,
     "pipekernels/comm/join": 580,
-    "pipekernels/comm/process_group": 560,
-    "pipekernels/device": 630,
+    "pipekernels/comm/process_group": 570,
+    "pipekernels/device": 670,
     "pipekernels/huggingface": 1_850,
     "pipekernels/kernels": 1_190,
     "pipekernels/local_ops": 1_550,
@@ -38,11 +38,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 30_690,
+    "tests": 30_810,
     "bench": 8_160,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 24_330, "core": 20_590}
+TOTALS = {"pipekernels": 24_410, "core": 20_650}
 
 
 def lines(files: Iterable[Path]) -> int:
