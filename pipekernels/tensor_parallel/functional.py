@@ -3,18 +3,21 @@
 Autograd convention: all ranks compute the same loss from a replicated result, so every rank already
 has the full gradient of a replicated tensor, which must not be summed again:
 
-=====================  =======================  ============================
-step                   forward                  backward
-=====================  =======================  ============================
-``copy_to_ranks``      identity                 all-reduce
-``copy_to_holders``    identity                 sum over some of the ranks
-``reduce_from_ranks``  all-reduce               identity
-``scatter_to_ranks``   own slice, last dim      all-gather
-``gather_from_ranks``  all-gather, last dim     own slice
-``row_linear``         GEMM, then all-reduce    GEMMs only
-... with ``scatter``   GEMM, reduce-scatter     all-gather, then GEMMs
-=====================  =======================  ============================
+=====================  =========================  ===========================  ==================
+step                   forward                    shapes                       backward
+=====================  =========================  ===========================  ==================
+``copy_to_ranks``      identity                   ``[N, K] -> [N, K]``         all-reduce
+``copy_to_holders``    identity                   ``[N, K] -> [N, K]``         sum over holders
+``reduce_from_ranks``  all-reduce                 ``[N, M] -> [N, M]``         identity
+``scatter_to_ranks``   own slice, last dimension  ``[N, K] -> [N, K / R]``     all-gather
+``gather_from_ranks``  all-gather, last dim.      ``[N, M / R] -> [N, M]``     own slice
+``row_linear``         GEMM, then all-reduce      ``[N, K / R], [M, K / R]     GEMMs only
+                                                  -> [N, M]``
+... with ``scatter``   GEMM, reduce-scatter       ``[N, K / R], [M, K / R]     all-gather, GEMMs
+                                                  -> [N / R, M]``
+=====================  =========================  ===========================  ==================
 
+R ranks, N rows, K input and M output features; tensors may have more leading dimensions than N.
 (:func:`pipekernels.ops.reduce_scatter`, with an all-gather as its backward, suits both
 conventions.) After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models" (2022).

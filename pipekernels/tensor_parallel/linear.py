@@ -1,16 +1,30 @@
 """Linear layers whose weight is sharded over the ranks of a communicator.
 
-A column-parallel layer shards its output features, a row-parallel one its input features. The first
-feeds the second without a collective between them, so a pair (the two layers of an MLP; the
-projections into and out of attention) needs one all-reduce forward and one backward. The names
-follow Shoeybi et al., "Megatron-LM" (2019), whose weights are the transposes of ours.
+Problem: one rank cannot hold the weight, or reads it too slowly. Solution, after Shoeybi et al.,
+"Megatron-LM" (2019): a column-parallel layer shards the output features, a row-parallel one the
+input features. The first feeds the second without a collective between them, so a pair (the layers
+of an MLP; the projections into and out of attention) needs one all-reduce in each direction.
+Assumption: all ranks compute the same loss (:mod:`pipekernels.tensor_parallel.functional`), and run
+the same forwards and backwards in the same order.
 
-How products are computed is chosen in :mod:`pipekernels.tensor_parallel.products`; in what order
-they are summed, in :mod:`pipekernels.tensor_parallel.arithmetic`.
+With R ranks, N rows, K input and M output features (weights have the layout of ``nn.Linear``):
 
-Autograd convention: all ranks compute the same loss
-(:mod:`pipekernels.tensor_parallel.functional`). All ranks must run the same forwards and backwards,
-in the same order.
+============  ===========================  ===============================
+tensor        ``ColumnParallelLinear``     ``RowParallelLinear``
+============  ===========================  ===============================
+x             ``[N, K]``, replicated       ``[N, K / R]``
+weight        ``[M / R, K]``               ``[M, K / R]``
+bias          ``[M / R]``                  ``[M]``, replicated
+x @ weight.T  ``[N, M / R]``               ``[N, M]``, a partial sum
+forward       no collective                all-reduce of ``[N, M]``
+y             ``[N, M / R]``               ``[N, M]``, replicated
+grad of x     all-reduce of ``[N, K]``     ``[N, K / R]``, no collective
+============  ===========================  ===============================
+
+``gather_output=True`` all-gathers y to ``[N, M]``, ``input_is_parallel=False`` takes the replicated
+``[N, K]``, and ``reduce="reduce_scatter"`` leaves ``[N / R, M]`` on each rank. How products are
+computed is chosen in :mod:`pipekernels.tensor_parallel.products`; in what order they are summed, in
+:mod:`pipekernels.tensor_parallel.arithmetic`.
 """
 
 from __future__ import annotations
