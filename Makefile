@@ -60,7 +60,7 @@ CACHE_TAG := import sys; print(sys.implementation.cache_tag)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 TORCH_SITE := import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])
 MODULES := $(shell find pipekernels -name '*.py') pipekernels_autoload.py
-PAGES := $(shell find docs examples -type f -not -path '*/__pycache__/*') README.md CHANGELOG.md CONTRIBUTING.md
+PAGES := $(shell find docs examples -type f -not -path '*/__pycache__/*' -not -path 'docs/reference/objects/*') README.md CHANGELOG.md CONTRIBUTING.md
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
 .PHONY: demo check test test-all test-times oldest-triton test-oldest test-newest model soak bench peers \
@@ -179,8 +179,10 @@ lint: $(LINT)
 
 docs: build/docs.stamp
 
-# Every warning is an error, as is a name in a docstring that has no page.
+# Every warning is an error, as is a name in a docstring that has no page. autosummary writes a page
+# per object into docs/reference/objects.
 build/docs.stamp: $(DOCS) $(PAGES) $(MODULES)
+	rm -rf docs/reference/objects
 	$(BIN)/python -m sphinx -n -W --keep-going -E -q -b html docs build/docs
 	touch $@
 

@@ -10,13 +10,29 @@ project = "pipekernels"
 author = "the pipekernels authors"
 release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+templates_path = ["_templates"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # The docstrings name types, with shapes and dtypes.
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
 
-# Pages of other projects are not looked up: the build needs no network.
-nitpick_ignore_regex = [("py:.*", r"torch\..*")]
+# What the inventories list is linked; the build needs no network (inventories.py).
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3/", "inventories/python.inv"),
+    "torch": ("https://docs.pytorch.org/docs/stable/", "inventories/torch.inv"),
+}
+
+# Types in signatures that are not public names: users are given them, and need not name them.
+nitpick_ignore_regex = [("py:class", r"Device|pipekernels\.\w+\.\w+\.\w+.*")]
 
 html_theme = "furo"
 html_title = f"pipekernels {release}"

@@ -23,7 +23,7 @@ from pipekernels.tensor_parallel.plan.providers import Part, PlanProvider
 
 
 def add_adapters(model: nn.Module, config: Any, adapter_name: str = "default") -> Any:
-    """``peft.get_peft_model`` for a model that :func:`tensor_parallelize` has sharded.
+    """``peft.get_peft_model`` for a model that ``tensor_parallelize`` has sharded.
 
     A collective: all ranks call it, and with the same state of the random number generators, from
     which the first factors come. The result is that of sharding a model with adapters.

@@ -23,7 +23,7 @@ grad of x     all-reduce of ``[N, K]``     ``[N, K / R]``, no collective
 
 ``gather_output=True`` all-gathers y to ``[N, M]``, ``input_is_parallel=False`` takes the replicated
 ``[N, K]``, and ``reduce="reduce_scatter"`` leaves ``[N / R, M]`` on each rank. How products are
-computed is chosen in :mod:`pipekernels.tensor_parallel.products`; in what order they are summed, in
+computed is chosen in ``tensor_parallel.products``; in what order they are summed, in
 :mod:`pipekernels.tensor_parallel.arithmetic`.
 """
 
