@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from pathlib import Path
 
 import torch
@@ -34,6 +35,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.device.type != "cuda" and not args.quick:
         parser.error(f"results on {args.device.type} mean nothing; add --quick to see that it runs")
+    # For the largest tensors, of 256 MiB.
+    os.environ.setdefault("PIPEKERNELS_SYMMETRIC_BYTES", str(1 << 30))
     module = importlib.import_module(f"bench.gpu.{args.name}")
     print(f"{args.name}: {module.__doc__.splitlines()[0]}\n", flush=True)
     rows = []

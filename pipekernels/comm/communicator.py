@@ -18,7 +18,7 @@ from pipekernels._arguments import check_integer
 from pipekernels.comm import all_reduce_limits, messages
 from pipekernels.comm.backend import CpuBackend, DeviceBackend
 from pipekernels.comm.collectives import Collectives
-from pipekernels.comm.cuda import MOST_BLOCKS, CudaBackend, check_blocks
+from pipekernels.comm.cuda import DEFAULT_BLOCKS, CudaBackend, check_blocks
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.cpu import GRACE, MultiHostBackend
 from pipekernels.comm.hosts.cuda import GroupBackend
@@ -110,7 +110,7 @@ class Communicator(Collectives):
         group: dist.ProcessGroup | None = None,
         *,
         timeout: float = 30.0,
-        device_blocks: int = MOST_BLOCKS,
+        device_blocks: int = DEFAULT_BLOCKS,
     ) -> Communicator:
         """A communicator over the ranks of a ``torch.distributed`` group, of one host or several.
 
@@ -153,7 +153,7 @@ class Communicator(Collectives):
         world_size: int,
         *,
         timeout: float = 30.0,
-        device_blocks: int = MOST_BLOCKS,
+        device_blocks: int = DEFAULT_BLOCKS,
     ) -> Communicator:
         """A communicator over processes that share a store; they need no process group.
 
@@ -211,7 +211,7 @@ class Communicator(Collectives):
 
     @classmethod
     def threads(
-        cls, world_size: int, *, timeout: float = 30.0, device_blocks: int = MOST_BLOCKS
+        cls, world_size: int, *, timeout: float = 30.0, device_blocks: int = DEFAULT_BLOCKS
     ) -> list[Communicator]:
         """Communicators over ranks that are threads of this process, one for each rank.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels._arguments import integer
+from pipekernels._log import info_once
 from pipekernels._torch_private import current_raw_stream, disable_dynamo, in_backward
 from pipekernels.comm.backend import DeviceBackend, NativeBackend
 from pipekernels.comm.codes import REDUCIBLE, REDUCTIONS
@@ -21,8 +22,9 @@ from pipekernels.comm.tensors import ReadyCounters, shape_digest
 _log = logging.getLogger(__name__)
 
 _VARIABLE = "PIPEKERNELS_SYMMETRIC_BYTES"
-_DEFAULT = 32 << 20
+_DEFAULT = 64 << 20
 MOST_BLOCKS = 64  # Thread blocks of a collective, as kMaxDeviceBlocks of the extension.
+DEFAULT_BLOCKS = 54  # So that those of two communicators are resident together on an A100.
 
 
 def symmetric_bytes() -> int:
@@ -72,7 +74,7 @@ class CudaBackend(NativeBackend):
         device: torch.device,
         parent: DeviceBackend | None = None,
         *,
-        blocks: int = MOST_BLOCKS,
+        blocks: int = DEFAULT_BLOCKS,
     ) -> None:
         _backend.require_cuda(device)
         if torch.cuda.is_current_stream_capturing():
@@ -129,6 +131,9 @@ class CudaBackend(NativeBackend):
         tensor = None
         if not torch.cuda.is_current_stream_capturing():
             tensor = self._allocate(sizes, dtype)
+            if tensor is None:
+                text = "no room for %d bytes of symmetric memory on %s: results are copied; set %s"
+                info_once(_log, text, sizes.numel() * dtype.itemsize, self.device, _VARIABLE)
         return torch.empty(sizes, dtype=dtype, device=self.device) if tensor is None else tensor
 
     def close(self, *, abort: bool) -> None:

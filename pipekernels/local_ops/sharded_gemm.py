@@ -48,7 +48,7 @@ def sharded_gemm(
     ``torch.backends.cuda.matmul`` allows it. Under autocast the product is computed in autocast's
     dtype, as by ``torch.nn.functional.linear``. Triton's sums of float8 products are in float32,
     too, except that Hopper's and Ada's tensor cores sum up to 128 of them in fewer bits (13 or
-    more). No GPU has run these kernels.
+    more).
 
     Args:
         x: ``[..., k]``, any strides.

@@ -20,7 +20,7 @@ def slab_gemm(
     """``a @ b.T + bias``, summed slab by slab and by a binary tree over the slabs, in float32.
 
     The bits of an element depend on its row of ``a``, its row of ``b``, its bias, and the sizes of
-    the slabs. No GPU has run this.
+    the slabs.
 
     Args:
         a, b: ``[m, k]`` and ``[n, k]``, any strides.

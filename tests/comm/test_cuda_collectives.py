@@ -64,7 +64,7 @@ def test_unsupported_builds_and_devices_are_refused(monkeypatch: pytest.MonkeyPa
 
 def test_symmetric_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIPEKERNELS_SYMMETRIC_BYTES", raising=False)
-    assert cuda.symmetric_bytes() == 32 << 20
+    assert cuda.symmetric_bytes() == 64 << 20
     monkeypatch.setenv("PIPEKERNELS_SYMMETRIC_BYTES", "4096")
     assert cuda.symmetric_bytes() == 4096
     for wrong in ("", "0", "-1", "1e9", "1 GiB", str(1 << 50)):
@@ -132,10 +132,10 @@ def test_ranks_may_not_meet_on_a_thread_of_autograd() -> None:
 def test_an_end_that_is_collected_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = pretend_native(monkeypatch)
     backend = cuda.CudaBackend(SimpleNamespace(core=None), torch.device("cuda:3"))
-    assert made == [(3, 64)]
+    assert made == [(3, 54)]
     del backend
     gc.collect()
-    assert made == [(3, 64), "closed"]
+    assert made == [(3, 54), "closed"]
 
 
 def pretend_native(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

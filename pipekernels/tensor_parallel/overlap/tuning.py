@@ -1,7 +1,7 @@
 """Measures which row-parallel products gain from overlap with their all-reduce, for several numbers
 of ranks.
 
-The ranks are processes, one per GPU. No GPU has run this yet.
+The ranks are processes, one per GPU. No two GPUs have run this yet.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ namespace pipekernels {
 // The algorithm that Algorithm::kAuto selects. A second step takes some 3 us, in which a link of
 // 400 GB/s moves 1.2 MB. With one step a rank reads ranks - 1 tensors, with two steps the
 // equivalent of 2 (ranks - 1) / ranks tensors. The limits are those that vLLM's tables of H100 and
-// B200 with NVLink give (pull requests 24111 and 24532), not measurements of these kernels.
+// B200 with NVLink give (pull requests 24111 and 24532), not measurements of these kernels over
+// links.
 inline Algorithm choose_device_algorithm(size_t bytes, int ranks) {
   const size_t limit = ranks <= 2 ? 2 << 20 : ranks <= 4 ? 3 << 19 : 256 << 10;
   return bytes <= limit ? Algorithm::kOneShot : Algorithm::kTwoShot;
