@@ -151,9 +151,9 @@ def row_linear(
         scatter: return only this rank's slice of the first dimension.
         algorithm: of the products, forward and backward, on a GPU: as for
             :func:`pipekernels.ops.sharded_gemm`, or ``'overlapped'``: the Triton kernel and the
-            all-reduce run at the same time (experimental: no two GPUs have run it yet). ``'auto'`` does
-            so where ``pipekernels tune`` has measured a gain, but not in a captured CUDA graph. The
-            same on all ranks.
+            all-reduce run at the same time (experimental: no two GPUs have run it yet). ``'auto'``
+            does so where ``pipekernels tune`` has measured a gain, but not in a captured CUDA
+            graph. The same on all ranks.
 
     Returns:
         ``[..., out_features]``, the same on every rank; with ``scatter`` its slice

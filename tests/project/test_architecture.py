@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "comm.backend": {"comm.tensors"},
     "comm.collectives": {"comm.backend", "device"},
     "comm.shared_memory": {"comm.backend"},
-    "comm.cuda": {"comm.shared_memory"},
+    "comm.cuda": {"comm.shared_memory", "_log"},
     "comm.hosts": {"comm.cuda", "comm.errors", "comm.messages"},
     "comm.join": {"comm.hosts", "comm.all_reduce_limits", "comm.messages"},
     "comm.communicator": {"comm.collectives", "comm.join"},

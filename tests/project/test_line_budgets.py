@@ -42,7 +42,7 @@ BUDGETS = {
     "bench": 8_160,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 24_430, "core": 20_660}
+TOTALS = {"pipekernels": 24_430, "core": 20_670}
 
 
 def lines(files: Iterable[Path]) -> int:
