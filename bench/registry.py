@@ -32,6 +32,7 @@ CPU = {
     "pipelined_generation": "bench.pipeline.pipelined_generation",
     "tensor_parallel": "bench.tensor_parallel",
     "timeline": "bench.pipeline.timeline",
+    "torch_distributed": "bench.torch_distributed",
     "train_step": "bench.pipeline.train_step",
 }
 OPERATIONS = {"collectives": "all_reduce"}  # What tests are named after, if not the benchmark.

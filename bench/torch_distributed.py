@@ -1,0 +1,119 @@
+"""Calls of torch.distributed on two CPU ranks: the backend pipekernels, Gloo, and torch alone.
+
+All candidates make the same calls of ``torch.distributed``, in a loop without a common start, so
+that no rank spins while a helper thread of a peer works.
+
+* ``nothing``: torch's fake backend in one process, whose calls return at once: what torch itself
+  takes.
+* ``direct``: the method of :class:`pipekernels.Communicator` instead; synchronous calls only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bench.harness import Options, Turns
+from bench.processes import Serve, join, repeated, started
+
+RANKS = 2
+CALLS = 1000  # Per turn, and as many before that do not count: woken ranks may begin on one core.
+SYNCHRONOUS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
+OTHERS = ("async all_reduce", "functional all_reduce", "coalesced all_reduce")
+SIZES = {"1 KiB": 1 << 10, "64 KiB": 1 << 16}
+ALL = ("nothing", "direct", "pipekernels", "Gloo")
+CANDIDATES = {
+    f"{call}, {size}": tuple(name for name in ALL if call in SYNCHRONOUS or name != "direct")
+    for call in (*SYNCHRONOUS, *OTHERS)
+    for size in SIZES
+}
+QUICK = {"all_reduce, 1 KiB": ALL}
+BASE = "Gloo"
+CONDITIONS = {
+    "tensors": "float32, the size that of a rank's part; two of them in coalesced calls",
+    "ranks": f"{RANKS} processes of one thread, free to run on any core",
+    "timing": f"{CALLS} calls in a row, slowest rank, candidates in turn; as many before "
+    "that do not count; medians over turns",
+}
+
+
+def call_of(case: str, ranks: int) -> tuple[Callable[[], object], torch.Tensor, float]:
+    """What a case calls, a tensor that one call changes, and the value that it then has.
+
+    All ranks start with ones.
+    """
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+
+    name, size = case.split(", ")
+    part = torch.ones(SIZES[size] // 4)
+    whole, group = torch.ones(ranks * part.numel()), dist.group.WORLD
+    total = torch.zeros(part.numel())
+
+    def coalesced() -> None:
+        with dist._coalescing_manager():
+            dist.all_reduce(part)
+            dist.all_reduce(total)
+
+    def functional_sum() -> None:
+        total.copy_(functional.all_reduce(part, "sum", group))
+
+    calls: dict[str, tuple[Callable[[], object], torch.Tensor, float]] = {
+        "all_reduce": (lambda: dist.all_reduce(part), part, ranks),
+        "all_gather_into_tensor": (lambda: dist.all_gather_into_tensor(whole, part), whole, 1),
+        "reduce_scatter_tensor": (lambda: dist.reduce_scatter_tensor(total, whole), total, ranks),
+        "broadcast": (lambda: dist.broadcast(part, 0), part, 1),
+        "async all_reduce": (lambda: dist.all_reduce(part, async_op=True).wait(), part, ranks),
+        "functional all_reduce": (functional_sum, total, ranks),
+        "coalesced all_reduce": (coalesced, part, ranks),
+    }
+    return calls[name]
+
+
+def _nothing(rank: int, port: int, serve: Serve, case: str) -> None:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    call, _, _ = call_of(case, RANKS)
+    serve(repeated(call, CALLS, CALLS))
+
+
+def _backend(rank: int, port: int, serve: Serve, case: str, backend: str) -> None:
+    join(backend, rank, RANKS, port)
+    call, changed, value = call_of(case, RANKS)
+    call()
+    assert changed.eq(value).all(), f"{case} on {backend}: {changed}"
+    serve(repeated(call, CALLS, CALLS))
+
+
+def _direct(rank: int, port: int, serve: Serve, case: str) -> None:
+    from pipekernels import Communicator
+
+    join("gloo", rank, RANKS, port)
+    name, size = case.split(", ")
+    part = torch.ones(SIZES[size] // 4)
+    whole = torch.ones(RANKS * part.numel())
+    with Communicator.from_process_group() as comm:
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: comm.all_reduce(part),
+            "all_gather_into_tensor": lambda: comm.all_gather(part, out=whole),
+            "reduce_scatter_tensor": lambda: comm.reduce_scatter(whole, out=part),
+            "broadcast": lambda: comm.broadcast(part, 0),
+        }
+        serve(repeated(calls[name], CALLS, CALLS))
+
+
+WORKERS = {
+    "nothing": (1, _nothing),
+    "direct": (RANKS, _direct),
+    "pipekernels": (RANKS, _backend, "pipekernels"),
+    "Gloo": (RANKS, _backend, "gloo"),
+}
+
+
+def turns(case: str, names: Sequence[str], options: Options) -> Turns:
+    """Every candidate."""
+    return Turns(started(WORKERS, names, case), 1, 2 if options.quick else 20)
