@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent
 # The modules of those on CPU ranks, by name.
 CPU = {
     "collectives": "bench.collectives",
-    "ddp": "bench.ddp",
+    "ddp": "bench.distributed.ddp",
     "decode": "bench.decode",
     "engine": "bench.pipeline.engine",
     "invariant": "bench.invariant",
@@ -32,7 +32,7 @@ CPU = {
     "pipelined_generation": "bench.pipeline.pipelined_generation",
     "tensor_parallel": "bench.tensor_parallel",
     "timeline": "bench.pipeline.timeline",
-    "torch_distributed": "bench.torch_distributed",
+    "torch_distributed": "bench.distributed.calls",
     "train_step": "bench.pipeline.train_step",
 }
 OPERATIONS = {"collectives": "all_reduce"}  # What tests are named after, if not the benchmark.

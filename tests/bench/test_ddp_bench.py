@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import ddp, processes
+from bench import processes
+from bench.distributed import ddp
 
 pytestmark = [pytest.mark.full, pytest.mark.project]
 CASE = "4 sequences"

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench import ddp, harness, records, registry
+from bench import harness, records, registry
+from bench.distributed import ddp
 from bench.report import pages, summary, tables
 
 pytestmark = pytest.mark.project

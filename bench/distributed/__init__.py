@@ -1,0 +1,1 @@
+"""Training and calls through torch.distributed."""
