@@ -204,11 +204,12 @@ def crowded(session: Session, quick: bool) -> Measured:
     samples: dict[str, list[float]] = {name: [] for name in calls}
     spent = dict.fromkeys(calls, 0.0)
     waiting = list(calls)
+    turn = {"warmup": 0, "calls": CROWD_TURN, "together": False}
     while waiting:
         for name in waiting:
             begin = time.monotonic()
             group, _ = calls[name]
-            answers = group.call("measure_crowded", candidate=name, calls=CROWD_TURN)
+            answers = group.call("measure", **turn, candidate=name)
             samples[name] += slowest(answers)
             spent[name] += time.monotonic() - begin
         waiting = [n for n in waiting if len(samples[n]) < limit and spent[n] < seconds]

@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.records import machine_name, results_folder, save
-
-__all__ = ["machine_name", "results_folder", "save"]
 Turn = Callable[[], "float | Sequence[float] | None"]
 Plan = Mapping[str, Sequence[str]]  # Candidates by case.
 
@@ -37,13 +34,17 @@ class Turns(NamedTuple):
     Attributes:
         runners: by candidate, for :func:`alternate`; those with a ``close`` are closed afterwards.
         warmup, rounds: how often each takes a turn.
-        more: called in the end; gives further fields of rows, by candidate.
+        more: gives further fields of rows, by candidate; called with their medians.
+        close: called in the end.
+        fields: of all rows.
     """
 
     runners: Mapping[str, Turn]
     warmup: int
     rounds: int
-    more: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
+    more: Callable[[dict[str, float]], Mapping[str, Mapping[str, Any]]] = lambda medians: {}
+    close: Callable[[], object] = lambda: None
+    fields: Mapping[str, Any] = {}
 
 
 class Measured(NamedTuple):
@@ -114,12 +115,15 @@ def ratios(samples: Sequence[float], base: Sequence[float]) -> dict[str, float]:
 def measured(
     case: str,
     samples: Mapping[str, Sequence[float]],
-    more: Mapping[str, Mapping[str, Any]] | None = None,
+    more: Callable[[dict[str, float]], Mapping[str, Mapping[str, Any]]] = lambda medians: {},
+    fields: Mapping[str, Any] | None = None,
 ) -> Measured:
-    """A case, with a row per candidate: its figures, and what ``more`` has for it."""
+    """A case, with a row per candidate: its figures, and the further fields."""
+    figures = {name: summary(found) for name, found in samples.items()}
+    added = more({name: found["median"] for name, found in figures.items()})
     rows = [
-        {"case": case, "candidate": name, **summary(found), **(more or {}).get(name, {})}
-        for name, found in samples.items()
+        {**(fields or {}), "case": case, "candidate": name, **found, **added.get(name, {})}
+        for name, found in figures.items()
     ]
     return Measured(case, samples, rows)
 
@@ -135,9 +139,11 @@ def measure(module: ModuleType, plan: Plan, options: Options) -> Iterator[Measur
         try:
             turns = module.turns(case, names, options)
             samples = alternate(turns.runners, warmup=turns.warmup, rounds=turns.rounds)
-            found = measured(case, samples, turns.more())
+            found = measured(case, samples, turns.more, turns.fields)
         finally:
             torch.set_num_threads(threads)
-            for runner in turns.runners.values() if turns else ():
-                getattr(runner, "close", lambda: None)()
+            if turns is not None:
+                turns.close()
+                for runner in turns.runners.values():
+                    getattr(runner, "close", lambda: None)()
         yield found

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.gpu.timing import call_seconds, device_seconds, sampler
 from bench.harness import Options, Turns
+from bench.timing import call_seconds, device_seconds, sampler
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 CHUNKS = 8
 BASE = "torch"
+COLUMNS = ("GB/s", "wrong")
 CONDITIONS = {
     "micro-batches": CHUNKS,
     "threads": torch.get_num_threads(),
@@ -161,6 +162,11 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     seconds = call_seconds if called else device_seconds
     sample = 0.0 if options.quick and name in ON_GPU else SAMPLE
     runners = {each: sampler(calls[each], options.device, seconds, sample) for each in names}
-    more = {"ours": {"bytes": size, "wrong": wrong}}
-    rounds = (11 if name in ON_GPU else 41) if not options.quick else 5
-    return Turns(runners, 2, rounds, lambda: more)
+    rounds = 5 if options.quick else 11 if name in ON_GPU else 41
+
+    def more(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
+        found = {each: {"GB/s": 2 * size / medians[each] / 1e9} for each in names}
+        found["ours"] |= {"wrong": wrong}
+        return found
+
+    return Turns(runners, 2, rounds, more)

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-LIMIT = 120.0  # Seconds that a turn may take.
 PEERS = ("fairscale", "torchgpipe")  # Those that need not be installed.
-Serve = Callable[[Callable[[], float]], None]
+Serve = Callable[[Callable[..., float]], None]
 
 
 class Processes:
@@ -27,7 +26,12 @@ class Processes:
         worker: called in each as ``worker(rank, port, serve, *arguments)``; ``port`` is a free port
             of this host. It must call ``serve(turn)``.
         arguments: must be picklable.
+
+    Attributes:
+        limit: seconds that a turn may take.
     """
+
+    limit = 120.0
 
     def __init__(self, ranks: int, worker: Callable[..., None], *arguments: Any) -> None:
         with socket.socket() as free:
@@ -47,8 +51,8 @@ class Processes:
             self._ends.append(ours)
             self._processes.append(process)
 
-    def __call__(self) -> float:
-        """Let every process take a turn.
+    def __call__(self, *arguments: Any) -> float:
+        """Let every process take a turn, with these arguments.
 
         Raises:
             RuntimeError: one has ended.
@@ -57,10 +61,12 @@ class Processes:
         seconds = []
         try:
             for end in self._ends:
-                end.send("turn")
+                end.send(arguments)
             for end in self._ends:
-                if not end.poll(LIMIT):
-                    raise TimeoutError(f"a process of {self._name} did not answer in {LIMIT} s")
+                if not end.poll(self.limit):
+                    raise TimeoutError(
+                        f"a process of {self._name} did not answer in {self.limit} s"
+                    )
                 seconds.append(end.recv())
         except (EOFError, ConnectionError) as error:
             raise RuntimeError(
@@ -127,8 +133,8 @@ def _main(
 ) -> None:
     warnings.simplefilter("ignore")
 
-    def serve(turn: Callable[[], float]) -> None:
-        while end.recv() == "turn":
-            end.send(turn())
+    def serve(turn: Callable[..., float]) -> None:
+        while True:
+            end.send(turn(*end.recv()))
 
     worker(rank, port, serve, *arguments)

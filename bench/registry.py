@@ -35,13 +35,21 @@ CPU = {
     "torch_distributed": "bench.distributed.calls",
     "train_step": "bench.pipeline.train_step",
 }
+# Of ranks and stages on one GPU, with cases ``GPU`` and ``GPU_QUICK``; see bench/gpu/__main__.py.
+GPU = {
+    "gpu.micro_batch": "bench.micro_batch",
+    **{
+        f"gpu.{name}": f"bench.gpu.{name}"
+        for name in ("pipe", "all_reduce", "p2p_copy", "soak", "sharded_gemm")
+    },
+}
 OPERATIONS = {"collectives": "all_reduce"}  # What tests are named after, if not the benchmark.
 
 
 def find(name: str) -> ModuleType:
     """The module that measures ``name`` and writes it down; ``bench.<name>`` for what a program of
     its own measures."""
-    return importlib.import_module(CPU.get(name, f"bench.{name}"))
+    return importlib.import_module((CPU | GPU).get(name, f"bench.{name}"))
 
 
 def operation(name: str) -> str:

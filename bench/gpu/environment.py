@@ -11,7 +11,7 @@ import subprocess
 
 import torch
 
-from bench import harness
+from bench import records
 from pipekernels.local_ops.gemm_choice import tf32_allowed
 
 PACKAGES = [
@@ -82,7 +82,7 @@ def main() -> None:
     brief = {
         "architecture": f"{gpu.major}{gpu.minor}",
         "sms": gpu.multi_processor_count,
-        "folder": str(harness.results_folder()),
+        "folder": str(records.results_folder()),
     }
     print(json.dumps(brief))
 

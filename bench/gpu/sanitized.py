@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from bench.gpu.all_reduce import ALGORITHMS, Threads, contents, expected
-from bench.gpu.timing import synchronize
+from bench.gpu.threads import ALGORITHMS, Threads, contents, expected
+from bench.timing import synchronize
 from pipekernels import ops, reference
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 

@@ -19,9 +19,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from bench.gpu.all_reduce import Threads, contents, expected
 from bench.gpu.sanitized import all_reduce, check, others
 from bench.gpu.steps import SKIPPED
+from bench.gpu.threads import Threads, contents, expected
 from pipekernels import Communicator, ops
 from pipekernels.kernels.config import KINDS
 from pipekernels.ops import concat_micro_batches, split_micro_batches

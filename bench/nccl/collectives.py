@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.nccl.ranks import OURS, Ranks, Work, bus
+from bench.nccl.ranks import OURS, Ranks, Work
+from bench.timing import bus
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 TENSORS = ("ordinary", "symmetric")

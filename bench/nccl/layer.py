@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from bench.nccl.ranks import OURS, Ranks, Work, bus
+from bench.nccl.ranks import OURS, Ranks, Work
+from bench.timing import bus
 from pipekernels.tensor_parallel.functional import row_linear
 
 FUSED, PLAIN = f"{OURS}, fused", f"{OURS}, not fused"

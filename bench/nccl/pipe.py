@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from bench.gpu.timing import synchronize
 from bench.nccl.ranks import OURS, Work
+from bench.timing import synchronize
 from pipekernels import Pipe
 
 BY_HAND = ".to"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bench import harness
-from bench.gpu.timing import events, synchronize
+from bench.timing import events, synchronize
 from pipekernels import Communicator, _backend
 
 OURS = "pipekernels"
@@ -44,12 +44,6 @@ class Work(NamedTuple):
     busbw: float = 0.0
     prepare: Callable[[], object] = dict
     restore: Callable[[], object] = dict
-
-
-def bus(operation: str, ranks: int) -> float:
-    """The factor between ``algbw`` and ``busbw``."""
-    others = (ranks - 1) / ranks
-    return {"all_reduce": 2 * others, "broadcast": 1.0}.get(operation, others)
 
 
 @dataclass

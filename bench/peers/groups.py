@@ -26,25 +26,6 @@ PEERS = ROOT / ".venv" / "peers"  # Made by `make peers`.
 IDLE_LOAD = 0.02  # Cores that a rank may keep busy while it waits.
 PATIENCE = 10.0  # Seconds for a process to exit by itself, and again after SIGTERM.
 
-Launcher = Callable[[list[str], int], list[str]]
-
-
-def _mpich(python: list[str], ranks: int) -> list[str]:
-    return [f"{PEERS}/mpich/bin/mpiexec", "-bind-to", "none", "-n", str(ranks), *python]
-
-
-def _open_mpi(python: list[str], ranks: int) -> list[str]:
-    mapping = ["--map-by", ":OVERSUBSCRIBE"] if ranks > len(os.sched_getaffinity(0)) else []
-    return [
-        *(f"{PEERS}/openmpi/bin/mpiexec", "--bind-to", "none", *mapping, "-n", str(ranks)),
-        *python,
-    ]
-
-
-def _intel_mpi(python: list[str], ranks: int) -> list[str]:
-    return [f"{PEERS}/impi-rt/bin/mpiexec", "-n", str(ranks), *python]
-
-
 OURS = Path(sys.executable)
 # The Python of each system, and for MPI the launcher of all its ranks.
 PYTHONS = {
@@ -56,7 +37,11 @@ PYTHONS = {
     "Intel MPI": PEERS / "impi-rt/bin/python",
     "streaming": OURS,
 }
-LAUNCHERS: dict[str, Launcher] = {"MPICH": _mpich, "Open MPI": _open_mpi, "Intel MPI": _intel_mpi}
+LAUNCHERS = {
+    "MPICH": [f"{PEERS}/mpich/bin/mpiexec", "-bind-to", "none"],
+    "Open MPI": [f"{PEERS}/openmpi/bin/mpiexec", "--bind-to", "none"],
+    "Intel MPI": [f"{PEERS}/impi-rt/bin/mpiexec"],
+}
 # No rank is pinned: Gloo uses a second thread and would be many times slower on one core.
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
@@ -106,7 +91,10 @@ class Group:
         self._listener.listen(ranks)
         python = [str(PYTHONS[system]), "-m", "bench.peers.rank", system, str(folder)]
         if system in LAUNCHERS:
-            commands = [LAUNCHERS[system]([*python, "0", str(ranks)], ranks)]
+            launcher = LAUNCHERS[system]
+            if system == "Open MPI" and ranks > len(os.sched_getaffinity(0)):
+                launcher = [*launcher, "--map-by", ":OVERSUBSCRIBE"]
+            commands = [[*launcher, "-n", str(ranks), *python, "0", str(ranks)]]
         else:
             commands = [[*python, str(rank), str(ranks)] for rank in range(ranks)]
         self._processes: list[subprocess.Popen[bytes]] = []

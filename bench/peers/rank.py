@@ -125,29 +125,19 @@ class Rank:
         call()
         return int(np.count_nonzero(buffer != self._expected)) if reduces else 0
 
-    def measure(self, candidate: str, warmup: int, calls: int) -> list[int]:
-        """Nanoseconds from a common start to the end of each call; tensors are rewritten before."""
+    def measure(self, candidate: str, warmup: int, calls: int, together: bool = True) -> list[int]:
+        """Nanoseconds to the end of each call, from a common start or from this rank's own;
+        tensors are rewritten before."""
         buffer, call, _ = self._candidates[candidate]
-        source, together, clock = self._source, self._start.together, time.perf_counter_ns
+        source, clock = self._source, time.perf_counter_ns
+        start = self._start.together if together else clock
         times = []
         for _ in range(warmup + calls):
             np.copyto(buffer, source)
-            begin = together()
+            begin = start()
             call()
             times.append(clock() - begin)
         return times[warmup:]
-
-    def measure_crowded(self, candidate: str, calls: int) -> list[int]:
-        """Nanoseconds of each call; tensors are rewritten before, without a common start."""
-        buffer, call, _ = self._candidates[candidate]
-        source, clock = self._source, time.perf_counter_ns
-        times = []
-        for _ in range(calls):
-            np.copyto(buffer, source)
-            begin = clock()
-            call()
-            times.append(clock() - begin)
-        return times
 
     def measure_back_to_back(self, candidate: str, calls: int) -> float:
         """Nanoseconds per call of ``calls`` in a row, each on the result of the last one."""

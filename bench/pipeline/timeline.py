@@ -87,7 +87,7 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     check(pipe.parameters(), [p.grad for p in module.parameters() if p.grad is not None])
     rounds = 2 if options.quick else 21
 
-    def middle() -> dict[str, dict[str, Any]]:
+    def middle(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
         median = statistics.median_low([step.seconds for step in steps[-rounds:]])
         events = next(step.events for step in steps[-rounds:] if step.seconds == median)
         return {"pipekernels": {"events": events}}

@@ -37,10 +37,11 @@ def ordered(found: Sequence[Mapping[str, Any]], plan: Mapping[str, Sequence[str]
 def render(found: Sequence[Mapping[str, Any]]) -> str:
     """The result files of a benchmark as Markdown: one machine's table, and its conditions."""
     module = registry.find(found[0]["name"])
-    record, *others = ordered(found, getattr(module, "CANDIDATES", {}))
+    cases = "GPU" if found[0]["name"].startswith("gpu.") else "CANDIDATES"
+    record, *others = ordered(found, getattr(module, cases, {}))
     rows = [other["rows"] for other in others]
     if hasattr(module, "table"):
-        body = module.table(record["rows"], rows) if rows else module.table(record["rows"])
+        body = module.table(record["rows"], rows)
     else:
         unit, columns = registry.unit(record["name"]), getattr(module, "COLUMNS", ())
         body = table(record["rows"], rows, module.BASE, unit, columns)

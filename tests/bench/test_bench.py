@@ -82,7 +82,7 @@ def test_wrong_elements_are_counted(tmp_path: Path) -> None:
 def test_every_measurement_gives_one_time_per_call(tmp_path: Path) -> None:
     rank = Rank(FakeSystem(0, 1), 1, Start(start_file(tmp_path, 1), 0, 1))
     rank.prepare(1024, "float32")
-    aligned, crowded = rank.measure("fake", 2, 5), rank.measure_crowded("fake", 6)
+    aligned, crowded = rank.measure("fake", 2, 5), rank.measure("fake", 0, 6, together=False)
     assert (len(aligned), len(crowded)) == (5, 6)
     assert min(*aligned, *crowded, rank.measure_back_to_back("fake", 4)) > 0
 

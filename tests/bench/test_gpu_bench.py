@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from bench import harness
+from bench import harness, registry, timing
 from bench.gpu import __main__ as gpu
-from bench.gpu import all_reduce, sanitized, sharded_gemm, steps, timing
-from bench.report import pages
+from bench.gpu import all_reduce, sanitized, sharded_gemm, steps, threads
+from bench.harness import Options, Turns
+from bench.report import pages, tables
 
 pytestmark = [pytest.mark.full, pytest.mark.project]
 
+QUICK = Options(quick=True, seconds=60.0)
 
-def rendered(name: str, rows: list[timing.Row]) -> str:
+
+def rendered(name: str, rows: list[dict[str, Any]]) -> str:
     """The text of a result file on a page."""
     record = {
-        "name": f"gpu.{name}",
+        "name": name,
         "date": "2026-01-31 12:00 UTC",
         "commit": "0123456789ab",
         "machine": {"gpu": "Some GPU", "cpu": "Some CPU", "cores": 16, "torch": "2.11.0"},
-        "conditions": importlib.import_module(f"bench.gpu.{name}").CONDITIONS,
+        "conditions": registry.find(name).CONDITIONS,
         "rows": rows,
     }
     page = pages.render([json.loads(json.dumps(record))])
@@ -39,20 +40,24 @@ def rendered(name: str, rows: list[timing.Row]) -> str:
     return page
 
 
-@pytest.mark.parametrize("name", gpu.NAMES)
-def test_every_gpu_benchmark_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
-    module = importlib.import_module(f"bench.gpu.{name}")
-    args = argparse.Namespace(quick=True, device=torch.device("cpu"), seconds=60.0)
-    rows = list(module.run(args))
+@pytest.mark.parametrize("name", registry.GPU)
+def test_every_gpu_benchmark_runs_on_a_cpu(name: str) -> None:
+    module = registry.find(name)
+    rows = [row for found in gpu.run(module, QUICK) for row in found]
     assert rows and not any("error" in row for row in rows)
     page = rendered(name, rows)
-    assert "|" in page and "Failed" not in page
+    assert "|" in page or name == "gpu.soak"
+    assert "Failed" not in page
     assert all(row.get("wrong", 0) == 0 for row in rows)
-    assert module.CONDITIONS
-    if hasattr(module, "plot"):
-        pytest.importorskip("matplotlib")
-        module.plot(rows, tmp_path / "plot.svg")
-        assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("name", registry.GPU)
+def test_cases_name_the_candidate_that_others_are_compared_with(name: str) -> None:
+    module = registry.find(name)
+    bases = [module.BASE] if isinstance(module.BASE, str) else module.BASE
+    for cases in (module.GPU, module.GPU_QUICK):
+        found = [case for case, names in cases.items() if not set(bases) & set(names)]
+        assert all(case.startswith(("Pipe", "device map")) for case in found), found
 
 
 @pytest.mark.parametrize("part", sanitized.PARTS)
@@ -61,60 +66,34 @@ def test_programs_for_the_sanitizer_are_correct(part: str, device: torch.device)
 
 
 def test_gemms_are_measured_in_order_of_importance() -> None:
-    found = list(sharded_gemm.products(quick=False))
+    found = list(sharded_gemm.PRODUCTS.values())
     assert len(set(found)) == len(found) == 16 * 7 + 2 * 16 * 4  # Gradients from 256 tokens on.
     first = [(product.degree, product.tokens) for product in found[:32]]
     assert set(first) == {(8, 4096), (8, 16), (8, 1), (1, 4096)}
 
 
-def test_tables_of_rows_that_only_a_gpu_gives(tmp_path: Path) -> None:
-    product = sharded_gemm.Product("Llama-7B", "o_proj", 8, "forward", 256, 256, 4096, 512)
-    seconds = {
-        "product": 2e-4,
-        "all-reduce": 1e-4,
-        "one after the other": 3e-4,
-        "overlapped": 2.1e-4,
-    }
-    rows: list[timing.Row] = [
-        {"part": "tuning", "shapes": 70, "faster": 50, "launch": 4e-5},
-        {
-            "part": "product",
-            **product._asdict(),
-            "ways": {},
-            "TFLOP/s": {"auto": 606.0, "triton": 606.0, "cublas": 600.0},
-            "errors": {"auto": 1e-3, "triton": 1e-3, "cublas": 2e-3},
-        },
-        {"part": "left out", "products": 12},
-        {
-            "part": "overlap",
-            "tokens": 2048,
-            "ways": {name: harness.summary([time] * 3) for name, time in seconds.items()},
-            "reducing blocks": 8,
-            "wrong": 0,
-            "over the slower": 1.05,
-            "slow-down": 1.02,
-        },
-        {"part": "overlap", "tokens": 8192, "error": "Traceback\nRuntimeError: no room"},
+def test_rows_that_only_a_gpu_gives_are_on_the_page() -> None:
+    def row(part: str, case: str, candidate: str, median: float, **more: Any) -> dict[str, Any]:
+        figures = harness.summary([median] * 3)
+        return {"part": part, "case": case, "candidate": candidate, **figures, **more}
+
+    rows = [
+        {"note": "Tuned: 70 shapes."},
+        row("Large", "a", "triton", 2e-4, **{"TFLOP/s": 606.0, "error / cublas": 0.5}),
+        row("Large", "a", "cublas", 3e-4, **{"TFLOP/s": 404.0, "error / cublas": 1.0}),
+        row("Both", "b", "one after the other", 3e-4),
+        row("Both", "b", "overlapped", 2e-4, blocks=8, wrong=0),
+        {"case": "c", "error": "Traceback\nRuntimeError: no room"},
     ]
-    page = rendered("sharded_gemm", rows)
+    page = rendered("gpu.sharded_gemm", rows)
     for text in (
-        "| Llama-7B | o_proj | 8 | forward | 256 | 606.0 | 606.0 | 600.0 | 1.01 | 1.01 | 0.50 |",
-        "auto, 256 tokens and more: 1.01 (least 1.01)",
-        "12 products are left out",
-        "70 shapes, for 50 of them Triton is taken; a launch takes 40 us",
-        "| 2048 | 8 | 200 us | 100 us | 300 us | 210 us | 1.05 | 1.02 | 0 |",
-        "* overlap, 8192: RuntimeError: no room",
+        "| case | candidate | median | p10 to p90 | cublas / it | TFLOP/s | error / cublas |",
+        "| a | triton | 200 us | 200 us to 200 us | 1.50 | 606 | 0.5 |",
+        "| b | overlapped | 200 us | 200 us to 200 us | 1.50 | 8 | 0 |",
+        "Tuned: 70 shapes.",
+        "* c: RuntimeError: no room",
     ):
         assert text in page
-    left_out = [
-        {"part": "left out", "system": "NCCL 2.28.9"},
-        {"part": "threads", "ranks": 8, "size": 1024, "type": "float32", "late": 2},
-    ]
-    page = rendered("all_reduce", left_out)
-    assert "NCCL 2.28.9 is left out: it takes several" in page
-    assert "launched too slowly: 8 x 1024 float32." in page
-    pytest.importorskip("matplotlib")
-    sharded_gemm.plot(rows, tmp_path / "plot.svg")
 
 
 class FakeStreams:
@@ -203,58 +182,61 @@ def test_collectives_are_timed_again_until_launches_were_ahead(
         return [float(len(waited))], waits.index(cycles) >= needed
 
     monkeypatch.setattr(all_reduce.Calls, "_queue", queue)
-    with contextlib.closing(all_reduce.Threads(2, torch.device("cpu"))) as threads:
-        calls = all_reduce.Calls(threads, 64, torch.float32)
+    with contextlib.closing(threads.Threads(2, torch.device("cpu"))) as ranks:
+        calls = all_reduce.Calls(ranks, 64, torch.float32)
         assert calls.seconds("ordinary", "auto") == [tries]
     assert waited == waits[:tries] and calls.late == late
 
 
-def test_collectives_leave_time_for_ranks_that_are_processes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cases_leave_time_for_those_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
-    def by_threads(*case: object) -> timing.Row:
+    def turns(case: str, names: list[str], options: Options) -> Turns:
         clock[0] += 10.0
-        return {}
+        return Turns({name: lambda: 1.0 for name in names}, 0, 2)
 
-    monkeypatch.setattr(all_reduce, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(all_reduce, "by_threads", by_threads)
-    monkeypatch.setattr(all_reduce, "by_processes", lambda *case: {"sizes": {}})
-    args = argparse.Namespace(quick=False, device=torch.device("cpu"), seconds=200.0)
-    rows = list(all_reduce.run(args))
-    assert [row["part"] for row in rows] == ["threads"] * 13 + ["left out"] + ["processes"] * 2
-    assert {row["ranks"] for row in rows[:13]} == {2, 4, 8}
-    page = rendered("all_reduce", rows)
-    assert "17 cases of ranks that are threads are left out: there was no time for them." in page
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(all_reduce, "turns", turns)
+    rows = [row for found in gpu.run(all_reduce, Options(seconds=200.0)) for row in found]
+    cases = list(dict.fromkeys(row["case"].split()[0] for row in rows if "median" in row))
+    assert cases == ["threads,", "processes,"]
+    assert len({row["case"] for row in rows if row.get("case", "").startswith("threads")}) == 13
+    page = rendered("gpu.all_reduce", rows)
+    assert "17 cases are left out: there was no time for them." in page
+    assert "it shares a GPU among ranks from 2.30.3 on." in page
 
 
 def test_a_failing_case_has_a_row_and_is_in_the_table() -> None:
-    def fail() -> timing.Row:
-        raise ValueError("no such case")
+    def turns(case: str, names: list[str], options: Options) -> Turns:
+        if case == "b":
+            raise ValueError("no such case")
+        return Turns({name: lambda: 1.0 for name in names}, 0, 2)
 
-    rows = [*timing.attempt({"case": "a"}, lambda: {"x": 1}), *timing.attempt({"case": "b"}, fail)]
-    assert rows[0] == {"case": "a", "x": 1}
+    module: Any = SimpleNamespace(GPU={"a": ["x"], "b": ["x"]}, turns=turns)
+    rows = [row for found in gpu.run(module, Options()) for row in found]
+    assert (rows[0]["case"], rows[0]["median"]) == ("a", 1.0)
     assert rows[1]["case"] == "b" and "ValueError: no such case" in rows[1]["error"]
-    assert timing.errors(rows, "case") == "\n\nFailed:\n\n* b: ValueError: no such case"
-    assert timing.errors(rows[:1], "case") == ""
+    assert tables.errors(rows) == "\n\nFailed:\n\n* b: ValueError: no such case"
+    assert tables.errors(rows[:1]) == ""
     traceback = (
         "Traceback:\n  File x, line 1\n    f()\nCUDAError: no memory\nSearch for\nCompile with"
     )
-    assert timing.reason(traceback) == "CUDAError: no memory"
-    assert timing.reason("killed\nby a signal") == "by a signal"
+    assert tables.reason(traceback) == "CUDAError: no memory"
+    assert tables.reason("killed\nby a signal") == "by a signal"
 
 
-def test_results_are_kept_row_by_row(
+def test_results_are_kept_case_by_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(args: argparse.Namespace) -> Iterator[timing.Row]:
-        yield {"x": 1}
-        raise KeyboardInterrupt
+    def rows(case: str, options: Options) -> list[dict[str, Any]]:
+        if case == "second":
+            raise KeyboardInterrupt
+        return [{"x": 1}]
 
-    module = SimpleNamespace(__doc__="What it does.", CONDITIONS={"a": 1}, run=run)
+    cases = {"first": (), "second": ()}
+    module = SimpleNamespace(__doc__="What it does.", CONDITIONS={"a": 1}, rows=rows, GPU=cases)
     monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(gpu.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(gpu.registry, "find", lambda name: module)
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "micro_batch"])
     with pytest.raises(KeyboardInterrupt):
         gpu.main()

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import __main__ as gpu
+from bench import registry
 from bench.gpu import check, cuda_tests, smoke, steps
 
+GPU = list(registry.GPU)
 pytestmark = [pytest.mark.full, pytest.mark.project]
 
 
@@ -343,7 +344,7 @@ def test_all_steps_are_run_for_the_gpu_at_hand(
     good, calls, outcomes = run_check(tmp_path, monkeypatch, failing=set())
     assert good
     assert calls.environments["build"]["CUDAARCHS"] == "90"
-    assert {f"gpu.{name}" for name in gpu.NAMES} <= set(calls.commands)
+    assert set(GPU) <= set(calls.commands)
     assert calls.commands["racecheck"][:3] == ["compute-sanitizer", "--tool", "racecheck"]
     assert {outcome.status for outcome in outcomes} == {"passed"}
     order = list(calls.commands)
@@ -353,7 +354,7 @@ def test_all_steps_are_run_for_the_gpu_at_hand(
     assert calls.commands["tuner's kernels"][-2:] == ["90", "132"]
     assert set(order[-4:]) == {name for name, *_ in check.SANITIZERS}
     assert sum(check.SHARES.values()) <= 480 and check.SHARES["smoke"] < 60
-    assert len(["gpu_check.log", *gpu.NAMES, "the tuner's table"]) <= 8
+    assert len(["gpu_check.log", *GPU, "the tuner's table"]) <= 8
     for printed in (capsys.readouterr().out, (tmp_path / "gpu_check.log").read_text()):
         assert "a.py: 1 passed" in printed and "gpu.micro_batch            passed" in printed
         before, sanitized = printed.split("compute-sanitizer (fails nothing):\n")
@@ -394,7 +395,7 @@ def test_a_failing_step_is_reported_and_does_not_stop_others(
 ) -> None:
     good, calls, outcomes = run_check(tmp_path, monkeypatch, failing={failing})
     assert not good
-    assert {f"gpu.{gpu.NAMES[-1]}", *(name for name, *_ in check.SANITIZERS)} <= set(calls.commands)
+    assert {GPU[-1], *(name for name, *_ in check.SANITIZERS)} <= set(calls.commands)
     step = "smoke" if failing in check.SMOKE else failing
     assert [outcome.name for outcome in outcomes if outcome.status == "failed"] == [step]
 
@@ -412,7 +413,7 @@ def test_tests_that_do_not_pass_are_reported_and_stop_no_benchmark(
     outcome: str, status: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, calls, outcomes = run_check(tmp_path, monkeypatch, failing=set(), outcome=outcome)
-    assert good == (status == "not run") and f"gpu.{gpu.NAMES[-1]}" in calls.commands
+    assert good == (status == "not run") and GPU[-1] in calls.commands
     (tests,) = (found for found in outcomes if found.name == "tests")
     assert (tests.status, tests.note) == (status, note)
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import leaves_the_group
 
+from bench import timing
 from bench.nccl import CONDITIONS, collectives, layer, pipe, ranks
 from bench.nccl import __main__ as nccl
 from bench.nccl.collectives import Case
@@ -169,7 +170,7 @@ def test_sums_are_exact_in_bfloat16() -> None:
 
 
 def test_the_bus_carries_what_nccl_tests_says() -> None:
-    assert {operation: ranks.bus(operation, 4) for operation in collectives.OPERATIONS} == {
+    assert {operation: timing.bus(operation, 4) for operation in collectives.OPERATIONS} == {
         "all_reduce": 1.5, "reduce_scatter": 0.75, "all_gather": 0.75, "broadcast": 1.0
     }  # fmt: skip
     work = ranks.Work({"it": lambda: None}, lambda call: 0, {"size": 8 * 10**9}, busbw=1.5)

@@ -34,7 +34,7 @@ def fake(fails_at: str | None = None, wrong: int = 0) -> Any:
             if case == fails_at:
                 raise ValueError("no such library")
             measured.append(case)
-            yield harness.measured(case, SAMPLES, {"ours": {"wrong": wrong}})
+            yield harness.measured(case, SAMPLES, lambda medians: {"ours": {"wrong": wrong}})
         measured.append("ended")
 
     cases = dict.fromkeys(("small", "large"), ("theirs", "ours"))

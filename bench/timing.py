@@ -1,4 +1,4 @@
-"""Timing of work on a device, and of the caller's wait for it; cases that may fail.
+"""Timing of work on a device, and of the caller's wait for it.
 
 Two clocks. *Device*: work is queued behind a kernel that only waits, and timed by events around it,
 which excludes the cost of Python and of launches. *Call*: the caller's time until the device is
@@ -8,15 +8,11 @@ idle again, all costs included. On a CPU both are the caller's time, to test tha
 from __future__ import annotations
 
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench import harness
-
-Row = dict[str, Any]
 HEAD_START = 400_000  # cycles that the device waits while work is queued, about 200 us,
 PER_WORK = 200_000  # plus about 100 us per repetition
 SAMPLE = 1e-3  # least seconds of a sample; shorter work is repeated,
@@ -73,46 +69,6 @@ def sampler(
     return lambda: seconds(work, device, count)
 
 
-def compare(
-    candidates: Mapping[str, Callable[[], Any]],
-    device: torch.device,
-    *,
-    rounds: int,
-    seconds: Callable[..., float] = device_seconds,
-    sample: float = SAMPLE,
-) -> dict[str, dict[str, float]]:
-    """Summaries of all candidates, measured alternately."""
-    ready = {name: sampler(work, device, seconds, sample) for name, work in candidates.items()}
-    samples = harness.alternate(ready, warmup=1, rounds=rounds)
-    return {name: harness.summary(times) for name, times in samples.items()}
-
-
-def attempt(case: Mapping[str, Any], measure: Callable[[], Row]) -> Iterator[Row]:
-    """One row: ``case`` with the result of ``measure``, or with the traceback of its error."""
-    try:
-        yield {**case, **measure()}
-    except Exception:  # noqa: BLE001 - recorded in the result
-        print(traceback.format_exc(), flush=True)
-        yield {**case, "error": traceback.format_exc()}
-
-
-def reason(error: str) -> str:
-    """The error message of a traceback, without the further lines that CUDA adds."""
-    lines = error.strip().splitlines()
-    indented = [index for index, line in enumerate(lines) if line.startswith(" ")]
-    return lines[indented[-1] + 1 if indented and indented[-1] + 1 < len(lines) else -1]
-
-
-def errors(rows: list[Row], *keys: str) -> str:
-    """Markdown lines about the cases that failed, named by these keys; empty if none failed."""
-    lines = [
-        f"* {', '.join(str(row[key]) for key in keys if key in row)}: {reason(row['error'])}"
-        for row in rows
-        if "error" in row
-    ]
-    return "\n\nFailed:\n\n" + "\n".join(lines) if lines else ""
-
-
 class HostEvent:
     """A CUDA event's interface on the host's clock."""
 
@@ -132,3 +88,10 @@ def events(device: torch.device, count: int) -> list[Any]:
     if device.type == "cuda":
         return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
     return [HostEvent() for _ in range(count)]
+
+
+def bus(operation: str, ranks: int) -> float:
+    """Gigabytes over the bus per gigabyte that a collective works on, as nccl-tests' PERFORMANCE.md
+    has them."""
+    others = (ranks - 1) / ranks
+    return {"all_reduce": 2 * others, "broadcast": 1.0}.get(operation, others)
