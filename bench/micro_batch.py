@@ -27,6 +27,7 @@ from pipekernels.ops import concat_micro_batches, split_micro_batches
 CHUNKS = 8
 BASE = "torch"
 COLUMNS = ("GB/s", "wrong")
+WIDE = "gpu."  # Results of that name have a row per case.
 CONDITIONS = {
     "micro-batches": CHUNKS,
     "threads": torch.get_num_threads(),

@@ -59,6 +59,7 @@ GPU_QUICK = {
 SHARES = {"threads": 0.6}  # of the time there is
 BASE = ("copy", "NCCL")
 COLUMNS = ("busbw", "late", "wrong")
+WIDE = "gpu."  # Results of that name have a row per case.
 CONDITIONS = {
     "ranks": "all on one GPU",
     "copy": "of ranks x size bytes, which moves 2 x ranks x size, as every all-reduce must",
@@ -135,6 +136,10 @@ class Calls:
         return sum(int((tensor != self._expected).sum()) for tensor in self.tensors[kind])
 
 
+def _part(kind: str) -> dict[str, str]:
+    return {"part": f"Ranks that are {kind}"}
+
+
 def by_threads(ranks: int, size: int, dtype: torch.dtype, options: Options) -> Turns:
     """All candidates, with new communicators: others may have failed."""
     with contextlib.ExitStack() as stack:
@@ -160,7 +165,7 @@ def by_threads(ranks: int, size: int, dtype: torch.dtype, options: Options) -> T
             found["copy"] = {"late": calls.late}
         return found
 
-    return Turns(runners, 1, 2 if options.quick else 3, more, close)
+    return Turns(runners, 1, 2 if options.quick else 3, more, close, _part("threads"))
 
 
 # ---- ranks that are processes ----
@@ -223,4 +228,4 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
         for name in names
         if name == "pipekernels" or shares_gpus(options.device)
     }
-    return Turns(runners, 1, 5)
+    return Turns(runners, 1, 5, fields=_part("processes"))

@@ -10,6 +10,8 @@ at all. ``.to`` is torch's own, on one stream.
   next one has been issued, as pipelines do.
 * ``Pipe``: a first stage on the CPU that does nothing, a second one on the GPU.
 * Device map: a CPU model with a module on the GPU, ``parallelize_pipeline(..., chunks=...)``.
+* Hand-over: the calling thread's time to issue the copies of small tensors, by an edge and by
+  torch's streams and ``copy_``: between two GPUs, or to the only one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from bench.harness import Options, Turns
-from bench.timing import call_seconds
+from bench.timing import call_seconds, synchronize
 from pipekernels import Pipe, ops, parallelize_pipeline, unparallelize_pipeline
+from pipekernels.device import streams
 from pipekernels.device.edge import edge
 
 CHUNKS = 16  # The first copy to the GPU, or the last one to the host, has nothing to hide behind.
@@ -33,6 +37,7 @@ WIDTH = 4096
 ROWS = (256, 2048)  # of a micro-batch
 LONGER = 1.5  # times as long as its copy, the compute on a micro-batch
 PRODUCTS = 16  # in a row, of which one's time is taken: launches of later ones cost nothing
+HAND_OVERS = 20  # in a sample
 HOST = torch.device("cpu")
 APART = ("copies", "compute", "both")
 GPU = {
@@ -40,8 +45,11 @@ GPU = {
     for rows in ROWS
     for way in ("to the GPU", "to the GPU from pinned memory", "to the host", "Pipe", "device map")
 }
-GPU_QUICK = {f"{case.partition(',')[0]}, 4 rows": names for case, names in GPU.items()}
-BASE = ".to"
+GPU |= {f"hand-over of {count}": ("edge", "torch") for count in (1, 8)}
+GPU_QUICK = {
+    f"{case.partition(',')[0]}, 4 rows": names for case, names in GPU.items() if "," in case
+}
+BASE = (".to", "torch")
 COLUMNS = ("hidden",)
 CONDITIONS = {
     "micro-batches": f"{CHUNKS}, of [rows, {WIDTH}] in bfloat16",
@@ -139,8 +147,61 @@ def of_model(way: str, one: Tensor, device: torch.device) -> tuple[Ways, Callabl
     }, undo
 
 
+class ByTorch:
+    """Copies by streams of torch's, without an edge's account of who holds which memory."""
+
+    def __init__(self, source: torch.device, target: torch.device) -> None:
+        self.source, self.target = source, target
+        self.leaving, self.arriving = torch.cuda.Stream(source), torch.cuda.Stream(target)
+        self.done = streams.HOST
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        origin = streams.current(self.source)
+        self.leaving.wait_event(origin.record_event())
+        origin.wait_event(self.done)
+        copies = []
+        for tensor in tensors:
+            with streams.using(self.arriving):
+                copy = torch.empty_like(tensor, device=self.target)
+            with streams.using(self.leaving), streams.using(self.arriving):
+                copy.copy_(tensor, non_blocking=True)
+            copies.append(copy)
+        self.done = self.arriving.record_event()
+        streams.current(self.target).wait_event(self.done)
+        return copies
+
+
+def of_host(count: int, target: torch.device) -> dict[str, Callable[[], float]]:
+    """The calling thread's seconds for a hand-over of ``count`` tensors."""
+    source = HOST
+    if torch.cuda.device_count() > 1:
+        source = torch.device("cuda", (target.index or 0) ^ 1)
+    tensors = [torch.ones(1024, device=source) for _ in range(count)]
+    if source == HOST:
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    way = edge(source, target)
+    by_torch = ByTorch(source, target)
+
+    def timed(hand_over: Callable[[], Any]) -> Callable[[], float]:
+        def turn() -> float:
+            synchronize(target)
+            begin = time.perf_counter()
+            for _ in range(HAND_OVERS):
+                hand_over()
+            seconds = (time.perf_counter() - begin) / HAND_OVERS
+            synchronize(target)
+            return seconds
+
+        return turn
+
+    ways = {"edge": lambda: way.send(tensors)[1].wait(), "torch": lambda: by_torch(tensors)}
+    return {name: timed(hand_over) for name, hand_over in ways.items()}
+
+
 def hidden(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
     """The share of the copies that is hidden, of those that have both."""
+    if "copies" not in medians:
+        return {}
     apart = medians["copies"] + medians["compute"]
     return {
         name: {"hidden": (apart - medians[name]) / medians["copies"]}
@@ -151,6 +212,8 @@ def hidden(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
 
 def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     """One way, with micro-batches of one size."""
+    if case.startswith("hand-over"):
+        return Turns(of_host(int(case.split()[-1]), options.device), 1, 51)
     way, _, rows = case.partition(", ")
     width = 64 if options.quick else WIDTH
     one = torch.randn(int(rows.split()[0]), width).to(torch.bfloat16)

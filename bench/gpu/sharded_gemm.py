@@ -120,6 +120,7 @@ GPU_QUICK = dict.fromkeys(TINY, ALGORITHMS) | {"row_linear, 3 tokens": OVERLAP}
 SHARES = {"product": 0.8}  # of the time there is
 BASE = ("cublas", "one after the other")
 COLUMNS = ("TFLOP/s", "error / cublas", "blocks", "wrong")
+WIDE = "gpu."  # Results of that name have a row per case.
 CONDITIONS = {
     "dtype": "bfloat16, random operands",
     "products": "device time, candidates in turn, medians; operands not in the cache",

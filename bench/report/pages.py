@@ -44,7 +44,8 @@ def render(found: Sequence[Mapping[str, Any]]) -> str:
         body = module.table(record["rows"], rows)
     else:
         unit, columns = registry.unit(record["name"]), getattr(module, "COLUMNS", ())
-        body = table(record["rows"], rows, module.BASE, unit, columns)
+        wide = record["name"].startswith(getattr(module, "WIDE", "nothing"))
+        body = table(record["rows"], rows, module.BASE, unit, columns, wide)
     how = "; ".join(f"{key}: {value}" for key, value in record["conditions"].items())
     note = f"*{record['date']}, commit {record['commit']}. {how}.*"
     if others:

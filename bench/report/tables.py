@@ -40,7 +40,9 @@ def microseconds(figures: Mapping[str, float] | None) -> str:
 
 
 def spread(figures: Mapping[str, float], text: Any = duration) -> str:
-    """From the 10th percentile to the 90th of a :func:`bench.harness.summary`."""
+    """From the 10th percentile to the 90th of a :func:`bench.harness.summary`, if there are any."""
+    if "p10" not in figures:
+        return ""
     return f"{text(figures['p10'])} to {text(figures['p90'])}"
 
 
@@ -71,6 +73,7 @@ def table(
     base: str | Sequence[str],
     unit: str = "seconds",
     columns: Sequence[str] = (),
+    wide: bool = False,
 ) -> str:
     """A row per case and candidate, and a table per ``part`` of the rows; then what the rows say
     that have a ``note``, or an ``error``.
@@ -82,6 +85,7 @@ def table(
             one. If no other machine has it, ranges are those of ratios to the first candidate.
         unit: of the figures, unless a row has its own: ``'seconds'`` or ``'bytes'``.
         columns: further fields of rows to show.
+        wide: a row per case, and a column per candidate with its median and ratio; no ranges.
     """
     measured = [row for row in rows if "median" in row]
     ratios, machines = speed_ups(rows, base), [speed_ups(each, base) for each in (rows, *others)]
@@ -107,8 +111,19 @@ def table(
         kept = [i for i in range(len(header)) if i < 4 or any(line[i] for line in lines)]
         header[4] = f"{next((line[1] for line in lines if line[1] in bases), '')} / it"
         body = markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
+        if wide:
+            body = by_case(lines, f"case; in brackets {header[4]}")
         texts += [f"**{part}**", body, *means(part, ratios)] if part else [body]
     return "\n\n".join([*texts, *(row["note"] for row in rows if "note" in row)]) + errors(rows)
+
+
+def by_case(lines: Sequence[list[str]], title: str) -> str:
+    """The lines of a table, with a row per case and a column per candidate."""
+    names = list(dict.fromkeys(line[1] for line in lines))
+    cells = {(line[0], line[1]): line[2] + f" ({line[4]})" * bool(line[4]) for line in lines}
+    cases = dict.fromkeys(line[0] for line in lines)
+    told = [[case, *(cells.get((case, name), "") for name in names)] for case in cases]
+    return markdown([title, *names], told)
 
 
 def means(part: str, ratios: Mapping[tuple[Any, ...], float]) -> list[str]:

@@ -87,13 +87,15 @@ def test_rows_that_only_a_gpu_gives_are_on_the_page() -> None:
     ]
     page = rendered("gpu.sharded_gemm", rows)
     for text in (
-        "| case | candidate | median | p10 to p90 | cublas / it | TFLOP/s | error / cublas |",
-        "| a | triton | 200 us | 200 us to 200 us | 1.50 | 606 | 0.5 |",
-        "| b | overlapped | 200 us | 200 us to 200 us | 1.50 | 8 | 0 |",
+        "| case; in brackets cublas / it | triton | cublas |",
+        "| a | 200 us (1.50) | 300 us (1.00) |",
+        "| b | 300 us (1.00) | 200 us (1.50) |",
         "Tuned: 70 shapes.",
         "* c: RuntimeError: no room",
     ):
         assert text in page
+    line = tables.table(rows[1:2], [], "triton", columns=("TFLOP/s",)).splitlines()[-1]
+    assert line == "| a | triton | 200 us | 200 us to 200 us | 1.00 | 606 |"
 
 
 class FakeStreams:
