@@ -273,7 +273,8 @@ void bind_collectives(py::module_& m) {
   m.def("open_pidfd", &open_pidfd);
   m.def("watch_waits", [](const py::object& observer) {
     PyObject* const added = observer.is_none() ? nullptr : Py_NewRef(observer.ptr());
-    Py_XDECREF(std::exchange(wait_observer, added));
+    PyObject* const previous = std::exchange(wait_observer, added);
+    return previous ? py::reinterpret_steal<py::object>(previous) : py::object(py::none());
   });
 
   py::class_<SymmetricBuffer>(m, "SymmetricBuffer", py::buffer_protocol())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -29,24 +30,52 @@ def collective_in_profile(text: str, *arguments: object) -> AbstractContextManag
 
 
 @contextmanager
-def _with_waits(name: str) -> Iterator[None]:
-    watch_waits = _backend.load().watch_waits
-    watch_waits(_WaitRange())
-    try:
-        with record_function(name):
-            yield
-    finally:
-        watch_waits(None)
+def waits_for_peers() -> Iterator[list[tuple[float, float]]]:
+    """Yield a list that receives start and end of each wait for peers by this thread's collectives
+    on the CPU that takes longer than some 10 us; seconds of ``time.perf_counter``."""
+    waits: list[tuple[float, float]] = []
+    begun = 0.0
 
-
-class _WaitRange:
-    """The range of a wait, which native code begins and ends."""
-
-    def __init__(self) -> None:
-        self._range: record_function | None = None
-
-    def __call__(self, begins: bool) -> None:
+    def note(begins: bool) -> None:
+        nonlocal begun
         if begins:
-            self._range = record_function("pipekernels::wait for peers").__enter__()
-        elif self._range is not None:
-            self._range.__exit__(None, None, None)
+            begun = time.perf_counter()
+        else:
+            waits.append((begun, time.perf_counter()))
+
+    with _waits_told_to(note):
+        yield waits
+
+
+@contextmanager
+def _with_waits(name: str) -> Iterator[None]:
+    shown: Any = None
+
+    def show(begins: bool) -> None:
+        nonlocal shown
+        if begins:
+            shown = record_function("pipekernels::wait for peers")
+            shown.__enter__()
+        else:
+            shown.__exit__(None, None, None)
+
+    with _waits_told_to(show), record_function(name):
+        yield
+
+
+@contextmanager
+def _waits_told_to(observer: Callable[[bool], None]) -> Iterator[None]:
+    """Call ``observer(begins)`` at both ends of waits, after the one that is told already."""
+    watch_waits = _backend.load().watch_waits
+    outer = watch_waits(None)
+
+    def both(begins: bool) -> None:
+        if outer is not None:
+            outer(begins)
+        observer(begins)
+
+    watch_waits(both)
+    try:
+        yield
+    finally:
+        watch_waits(outer)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
+from pipekernels.device.profiling import waits_for_peers
+from pipekernels.pipeline.schedule import trace
 from pipekernels.pipeline.schedule.program import Action, ActionKind, Program, simulate
+from pipekernels.pipeline.schedule.trace import RankTrace, Span
 
 _COLOURS: dict[ActionKind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
 _IDLE = "#e8e8e8"
@@ -66,13 +69,14 @@ class StreamClock:
         return self._seconds + milliseconds * 1e-3
 
 
-@dataclass(frozen=True)
-class Event:
-    """One action as it ran; times in seconds of a monotonic clock."""
+class Event(NamedTuple):
+    """One action as it ran; times in seconds of a monotonic clock. ``waits``: starts and ends of
+    waits for peers longer than some 10 us, in collectives on the CPU."""
 
     action: Action
     start: float
     end: float
+    waits: Sequence[tuple[float, float]] = ()
 
 
 @dataclass
@@ -134,21 +138,23 @@ class Timeline:
         ``clock_of`` returns the clock of a stage."""
         phase = Phase(program)
         self.phases.append(phase)
-        marks: list[tuple[Action, Any, Any]] = []
+        marks: list[tuple[Action, Any, Any, list[tuple[float, float]]]] = []
 
         def recording(action: Action, value: Any) -> Any:
             clock = clock_of(action.stage)
             start = clock.mark()
-            result = compute(action, value)
-            marks.append((action, start, clock.mark()))
+            with waits_for_peers() as waits:
+                result = compute(action, value)
+            marks.append((action, start, clock.mark(), waits))
             return result
 
         try:
             yield recording
         finally:
-            for action, start, end in marks:
+            for action, start, end, waits in marks:
                 clock = clock_of(action.stage)
-                phase.events.append(Event(action, clock.seconds(start), clock.seconds(end)))
+                times = clock.seconds(start), clock.seconds(end)
+                phase.events.append(Event(action, *times, waits))
 
     @property
     def bubble(self) -> float:
@@ -157,6 +163,15 @@ class Timeline:
         capacity = sum(phase.lanes * phase.makespan for phase in self.phases)
         busy = sum(e.end - e.start for phase in self.phases for e in phase.events)
         return 1.0 - busy / capacity if capacity > 0 else 0.0
+
+    @property
+    def waiting(self) -> float:
+        """Measured share of (lanes x makespan) in which actions wait for peers of a communicator,
+        over all phases, 0 to 1: collectives on the CPU, waits longer than some 10 us."""
+        capacity = sum(phase.lanes * phase.makespan for phase in self.phases)
+        events = (event for phase in self.phases for event in phase.events)
+        waited = sum(end - start for event in events for start, end in event.waits)
+        return waited / capacity if capacity > 0 else 0.0
 
     @property
     def ideal_bubble(self) -> float:
@@ -175,38 +190,37 @@ class Timeline:
         passes = ", ".join(_plural(count, kind) for kind, count in kinds.items())
         stages = _range({phase.program.stages for phase in self.phases})
         micro_batches = _range({phase.micro_batches for phase in self.phases})
+        waiting = f", waiting for peers {self.waiting:.1%}" if self.waiting else ""
         milliseconds = sum(phase.makespan for phase in self.phases) * 1e3
         return (
             f"Timeline: {passes}; stages: {stages}, micro-batches: {micro_batches}; "
             f"{milliseconds:.3g} ms, utilisation {1 - self.bubble:.1%} (ideal "
-            f"{1 - self.ideal_bubble:.1%})"
+            f"{1 - self.ideal_bubble:.1%}){waiting}"
         )
 
-    def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the Trace Event Format that chrome://tracing and Perfetto read; one row per lane,
-        microseconds."""
-        origin = min((e.start for phase in self.phases for e in phase.events), default=0.0)
-        rows: list[dict[str, Any]] = [
-            {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}
-            for lane, name in enumerate(self._lane_names())
-        ]
+    def save_trace(
+        self, path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Write the Trace Event Format that Perfetto and chrome://tracing read: a process per rank,
+        a row per lane, within actions their waits for peers.
+
+        Args:
+            path: of the file.
+            group: if given, all its ranks call this, and its first one writes the file, with all
+                of them in it. Ranks of different hosts are as far apart as their clocks.
+        """
+        spans = []
         for phase in self.phases:
-            for e in phase.events:
-                kind, stage, micro_batch = e.action
-                rows.append(
-                    {
-                        "ph": "X",
-                        "pid": 0,
-                        "tid": phase.program.lane_of[stage],
-                        "name": f"{kind}{micro_batch}",
-                        "cat": _NAMES[kind],
-                        "ts": (e.start - origin) * 1e6,
-                        "dur": (e.end - e.start) * 1e6,
-                        "args": {"stage": stage, "micro_batch": micro_batch},
-                    }
+            for action, start, end, waits in phase.events:
+                kind, stage, micro_batch = action
+                lane, args = (
+                    phase.program.lane_of[stage],
+                    {"stage": stage, "micro_batch": micro_batch},
                 )
-        with open(path, "w") as file:
-            json.dump({"traceEvents": rows, "displayTimeUnit": "ms"}, file)
+                spans.append(Span(lane, f"{kind}{micro_batch}", _NAMES[kind], start, end, args))
+                spans += [Span(lane, "wait for peers", "wait", *wait, args) for wait in waits]
+        shares = {"bubble": self.bubble, "waiting for peers": self.waiting}
+        trace.save(path, RankTrace(self._lane_names(), spans, shares), group)
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
         """Draw stages x time: forward, backward (with its recomputation) and idle.
