@@ -21,7 +21,7 @@ BUDGETS = {
     "pipekernels/comm/hosts": 580,
     "pipekernels/comm/join": 580,
     "pipekernels/comm/process_group": 570,
-    "pipekernels/device": 670,
+    "pipekernels/device": 700,
     "pipekernels/huggingface": 1_850,
     "pipekernels/kernels": 1_190,
     "pipekernels/local_ops": 1_550,
@@ -30,7 +30,7 @@ BUDGETS = {
     "pipekernels/pipeline/engine": 2_070,
     "pipekernels/pipeline/placement": 540,
     "pipekernels/pipeline/planning": 1_050,
-    "pipekernels/pipeline/schedule": 600,
+    "pipekernels/pipeline/schedule": 710,
     "pipekernels/pipeline/spmd": 900,
     "pipekernels/pipeline/stage": 2_090,
     "pipekernels/pipeline/values": 660,
@@ -38,11 +38,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 30_970,
+    "tests": 31_010,
     "bench": 7_750,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 24_430, "core": 20_670}
+TOTALS = {"pipekernels": 24_570, "core": 20_810}
 
 
 def lines(files: Iterable[Path]) -> int:
