@@ -24,6 +24,7 @@ import torch
 
 from bench.harness import Options, Turns
 from bench.processes import Serve, join, repeated, started
+from bench.report.tables import svg
 
 RANKS = 2
 PROMPT, NEW = 32, 128
@@ -140,3 +141,20 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     size = (QUICK_NEW, QUICK_LAYERS) if options.quick else (NEW, SHAPE["num_hidden_layers"])
     folder = Path(saved(*size).name)
     return Turns(started(WORKERS, names, folder, CASES[case]), 1, 3 if options.quick else 9)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Tokens per second: a bar per candidate, an axis per dtype, as an SVG file."""
+    with svg(path, len(CASES), height=2.6) as axes:
+        for axis, case in zip(axes, CASES, strict=True):
+            found = [row for row in rows if row["case"] == case]
+            found.sort(key=lambda row: -row["median"])
+            names = [
+                row["candidate"].replace("transformers,", "transformers' plan,") for row in found
+            ]
+            colours = ["C0" if "pipekernels" in name else "C7" for name in names]
+            speeds = [1 / row["median"] for row in found]
+            bars = axis.barh(names, speeds, color=colours)
+            axis.bar_label(bars, fmt="%.0f", padding=3)
+            axis.set(title=f"Llama of 110 M parameters, {case}", xlabel="tokens/s")
+            axis.margins(x=0.15)

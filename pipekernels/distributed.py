@@ -19,9 +19,9 @@ errors are those of a communicator (:class:`pipekernels.PeerError`, ``TimeoutErr
 waits in C++, as in DDP, they arrive as a ``RuntimeError`` that quotes them.
 
 With ``init_process_group("cpu:pipekernels,cuda:nccl")`` collectives of CUDA tensors run on a second
-group, of NCCL, which the first of them makes: all ranks of a group must take part in it. No GPU has
-run this yet. Name ``cpu`` first: otherwise torch makes an NCCL backend that nobody uses, and warns
-that it was not destroyed. Point-to-point calls of CUDA tensors need ``new_group(backend="nccl")``:
+group, of NCCL, which the first of them makes: all ranks of a group must take part in it. Name
+``cpu`` first: otherwise torch makes an NCCL backend that nobody uses, and warns that it was not
+destroyed. Point-to-point calls of CUDA tensors need ``new_group(backend="nccl")``:
 in other groups torch does not join the calls of ``batch_isend_irecv``, and NCCL's might wait for
 each other.
 

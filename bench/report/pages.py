@@ -82,7 +82,7 @@ def main() -> None:
     texts = {page: page.read_text() for page in PAGES if page.exists()}
     names = {name for text in texts.values() for name in re.findall(r"<!-- bench:(\S+) -->", text)}
     rendered = {name: render(found) for name in names if (found := records.load(name))}
-    rendered["summary"] = summary.table()
+    rendered |= {name: make() for name, make in summary.PARTS.items() if name in names}
     for page, text in texts.items():
         page.write_text(update(text, rendered))
         for link in re.findall(r"\]\(((?:\.\./)*bench/results/\S+\.svg)\)", text):

@@ -1,22 +1,21 @@
-"""README's table: one row per kind of work, beside what a user would pick instead."""
+"""README's tables: what is won, and what is lost, beside what a user would pick instead."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from bench import records
-from bench.report.tables import between, duration, markdown
+from bench.report.tables import duration, markdown
 
 
 class Line(NamedTuple):
-    """A row of the table.
+    """A row of a table.
 
     Attributes:
         work: what is done.
-        name: the benchmark; times are of the newest of its result files that has all candidates,
-            ratios of all of them.
-        where: fields of the result file's rows of this work.
+        name: the benchmark, whose result files of all machines are taken.
+        where: fields of the result files' rows of this work; the ranges are over all its cases.
         ours: the candidate that is this package.
         instead: the candidates beside it, and how the table calls them.
     """
@@ -28,91 +27,152 @@ class Line(NamedTuple):
     instead: Mapping[str, str]
 
 
-LINES = [
+WINS = [
     Line(
-        "direct all-reduce of 64 KiB, 2 ranks",
-        "collectives",
-        {"part": "sizes", "size": 65536, "type": "float32"},
-        "ordinary",
-        {name: name for name in ("MPICH", "Open MPI", "Intel MPI", "DeepSpeed")},
-    ),
-    Line(
-        "dist.all_reduce of 64 KiB, 2 ranks",
-        "torch_distributed",
-        {"case": "all_reduce, 64 KiB"},
-        "pipekernels",
-        {"Gloo": "Gloo"},
-    ),
-    Line(
-        "a token of a 110 M Llama, 2 ranks",
+        "tokens/s of a 110 M Llama, 2 ranks",
         "decode",
-        {"case": "float32"},
+        {},
         "pipekernels",
-        {"two threads": "two threads", "transformers, Gloo": "transformers on Gloo"},
+        {"two threads": "two threads", "transformers, Gloo": "transformers' own plan on Gloo"},
     ),
     Line(
-        "DDP step of a 3 M GPT, 2 ranks",
-        "ddp",
-        {"case": "4 sequences"},
-        "DDP, pipekernels",
-        {"DDP, Gloo": "Gloo", "two threads": "no DDP but two threads"},
+        "the same, transformers' own plan on this backend",
+        "decode",
+        {},
+        "transformers, backend pipekernels",
+        {"transformers, Gloo": "on Gloo"},
     ),
     Line(
-        "MLP on 16 rows, 2 ranks",
+        "an MLP on 16 rows, 2 ranks",
         "tensor_parallel",
         {"case": "16 rows, forward"},
         "pipekernels",
         {"two threads": "two threads", "DTensor, Gloo": "DTensor on Gloo"},
     ),
     Line(
-        "training step of a GPT, 2 stages",
+        "`dist.all_reduce` of 64 KiB, 2 ranks",
+        "torch_distributed",
+        {"case": "all_reduce, 64 KiB"},
+        "pipekernels",
+        {"Gloo": "Gloo"},
+    ),
+    Line(
+        "a direct all-reduce of 64 KiB, 2 ranks",
+        "collectives",
+        {"part": "sizes", "size": 65536, "type": "float32"},
+        "ordinary",
+        {name: name for name in ("MPICH", "Open MPI", "Intel MPI", "DeepSpeed")},
+    ),
+    Line("a DDP step of a 3 M GPT, 2 ranks", "ddp", {}, "DDP, pipekernels", {"DDP, Gloo": "Gloo"}),
+    Line(
+        "peak memory of a GPT's training step, 1F1B",
+        "memory",
+        {},
+        "1f1b",
+        {"unpiped": "the model without a pipe"},
+    ),
+]
+LOSSES = [
+    Line(
+        "a training step of a GPT, 2 stages",
         "timeline",
         {},
         "pipekernels",
-        {"one thread": "one thread", "two threads": "two threads"},
+        {"two threads": "two threads"},
     ),
     Line(
         "forward and backward of 8 wide layers, 2 stages",
         "pipe",
         {"case": "wide"},
         "pipekernels",
-        {
-            "two threads": "two threads",
-            "torch.distributed.pipelining": "torch's pipelining",
-            "fairscale": "fairscale",
-        },
+        {"two threads": "two threads"},
+    ),
+    Line(
+        "the same of narrow layers",
+        "pipe",
+        {"case": "narrow"},
+        "pipekernels",
+        {"two threads": "two threads"},
+    ),
+    Line(
+        "generation of 8 sequences in 2 stages",
+        "pipelined_generation",
+        {},
+        "pipelined, 2",
+        {"whole batch, two threads": "the whole batch on two threads"},
+    ),
+    Line(
+        "a DDP step of a 3 M GPT, 2 ranks",
+        "ddp",
+        {},
+        "DDP, pipekernels",
+        {"two threads": "one process of two threads"},
     ),
 ]
 
 
-def table() -> str:
-    """The table; a benchmark without a result file has no row yet."""
+def table(lines: Iterable[Line]) -> str:
+    """The lines as a table; a benchmark without a result file has no row yet."""
     rows = []
-    for line in LINES:
-        found = records.load(line.name)
-        whole = [each for each in found if {line.ours, *line.instead} <= medians(each, line).keys()]
-        if whole:
-            ratios = ", ".join(
-                f"{label} {ratio(found, line, name)}" for name, label in line.instead.items()
+    for line in lines:
+        found = [each for each in records.load(line.name) if medians(each, line)]
+        if found:
+            text = "; ".join(
+                f"{label} {between(ratios(found, line, name))}"
+                for name, label in line.instead.items()
             )
-            machine = whole[0]["machine"]
-            folder = f"bench/results/{records.machine_name(machine)}"
-            link = f"[{machine['cpu']}]({folder}/{line.name}.json)"
-            rows.append([line.work, duration(medians(whole[0], line)[line.ours]), ratios, link])
-    return markdown(["work", "here", "time of others over ours", "machine"], rows)
+            rows.append([line.work, text, ", ".join(map(_link, found))])
+    return markdown(["work", "ratio over", "machines"], rows)
 
 
-def ratio(found: list[dict[str, Any]], line: Line, name: str) -> str:
-    """The time of ``name`` over ours: its range over all machines that have both."""
-    figures = [
-        times[name] / times[line.ours]
-        for times in (medians(record, line) for record in found)
-        if {name, line.ours} <= times.keys()
+def killed() -> str:
+    """How soon survivors name a rank that is killed: the slowest of all runs, by machine."""
+    found = records.load("soak")
+    rows = [row for record in found for row in record["rows"] if "killed" in row["trial"]]
+    low, high = (duration(end(row["max"] for row in rows)) for end in (min, max))
+    runs = min(row["runs"] for row in rows)
+    files = ", ".join(map(_link, found))
+    return (
+        f"A rank that is killed is named in an error on all others: the slowest of {runs} on each "
+        f"machine after {low} to {high} ({files})."
+    )
+
+
+def _link(record: Mapping[str, Any]) -> str:
+    machine = records.machine_name(record["machine"])
+    short = machine.removeprefix("amd-epyc-family-").removesuffix("-2c").replace("-model-", "-")
+    names = {"intel-r-xeon-r-processor": "Xeon"}
+    return f"[{names.get(short, f'EPYC {short}')}](bench/results/{machine}/{record['name']}.json)"
+
+
+def between(figures: list[float]) -> str:
+    """The range of ratios in two decimals; one, if they are the same."""
+    low, high = f"{min(figures):.2f}", f"{max(figures):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def ratios(found: Iterable[Mapping[str, Any]], line: Line, name: str) -> list[float]:
+    """What ``name`` takes over what ours takes, in all cases on all machines that have both."""
+    return [
+        each[name] / each[line.ours]
+        for record in found
+        for each in medians(record, line)
+        if name in each
     ]
-    return between(figures, ".3g") or f"{figures[0]:.3g}"
 
 
-def medians(record: Mapping[str, Any], line: Line) -> dict[str, float]:
-    """The medians of a result file's rows of this work, by candidate."""
-    chosen = [row for row in record["rows"] if line.where.items() <= row.items()]
-    return {row["candidate"]: row["median"] for row in chosen}
+def medians(record: Mapping[str, Any], line: Line) -> list[dict[str, float]]:
+    """The medians of a result file's rows of this work, by candidate: one dict for each case that
+    has ours and another."""
+    cases: dict[Any, dict[str, float]] = {}
+    for row in record["rows"]:
+        if line.where.items() <= row.items() and row["candidate"] in {line.ours, *line.instead}:
+            cases.setdefault(row.get("case"), {})[row["candidate"]] = row["median"]
+    return [each for each in cases.values() if line.ours in each and len(each) > 1]
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "wins": lambda: table(WINS),
+    "losses": lambda: table(LOSSES),
+    "killed": killed,
+}

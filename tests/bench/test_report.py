@@ -73,20 +73,31 @@ def test_ranges_are_of_ratios_to_what_older_files_have_too() -> None:
     assert ours.endswith("| 0.80 | 1.60 to 3.00 |")
 
 
-@pytest.mark.parametrize("line", summary.LINES, ids=lambda line: line.name)
+LINES = [*summary.WINS, *summary.LOSSES]
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.work)
 def test_the_summary_names_candidates_that_there_are(line: summary.Line) -> None:
     there = {name for names in registry.find(line.name).CANDIDATES.values() for name in names}
     assert {line.ours, *line.instead} <= there
 
 
-def test_the_summary_has_the_ratios_of_result_files() -> None:
-    text = summary.table()
-    for line in summary.LINES:
-        if line.work in text:
-            (found,) = (each for each in text.splitlines() if line.work in each)
-            path = Path(registry.FOLDER.parent, re.findall(r"\]\((.*?)\)", found)[0])
-            medians = summary.medians(records.read(path), line)
-            for name, label in line.instead.items():
-                low, high = re.findall(f"{label} ([0-9.]+)(?: to ([0-9.]+))?", found)[0]
-                ratio = float(f"{medians[name] / medians[line.ours]:.3g}")
-                assert float(low) <= ratio <= float(high or low)
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.work)
+def test_the_summary_has_the_ratios_of_the_files_that_it_links(line: summary.Line) -> None:
+    found = [each for each in summary.table([line]).splitlines() if line.work in each]
+    for text in found:
+        files = [Path(registry.FOLDER.parent, path) for path in re.findall(r"\]\((.*?)\)", text)]
+        rows = [row for file in files for row in records.read(file)["rows"]]
+        assert rows
+        for name, label in line.instead.items():
+            low, high = re.findall(f"{label} ([0-9.]+)(?: to ([0-9.]+))?", text)[0]
+            for file in files:
+                for each in summary.medians(records.read(file), line):
+                    ratio = round(each.get(name, float(low) * each[line.ours]) / each[line.ours], 2)
+                    assert float(low) <= ratio <= float(high or low)
+
+
+def test_the_summary_has_the_slowest_kill_of_each_machine() -> None:
+    assert re.search(
+        r"slowest of 1000 on each machine after [\d.]+ ms to [\d.]+ ms", summary.killed()
+    )

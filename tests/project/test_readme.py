@@ -13,6 +13,7 @@ import torch
 from support.programs import run_program
 from torch import nn
 
+from bench.report import pages, summary
 from pipekernels import Pipe
 
 pytestmark = pytest.mark.project
@@ -21,45 +22,64 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+# What a user pastes: a file written by the shell, and the command that runs it.
+PASTED = re.findall(r"^cat > (\w+\.py) <<'END'\n(.*?)^END\n(.*?)$", PAGE, re.MULTILINE | re.DOTALL)
+PROGRAMS = {file: program for file, program, _ in PASTED}
+RANKS = 2
 
 
 def test_it_is_one_page() -> None:
     assert len(PAGE.splitlines()) <= 150
 
 
-def test_the_diff_makes_a_pipe_with_the_same_loss_and_gradients() -> None:
-    (diff,) = blocks("diff")
-    results: list[tuple[Any, ...]] = []
-    for dropped in "+-":
-        lines = [line[1:] for line in diff.splitlines() if not line.startswith(dropped)]
-        names: dict[str, Any] = {}
-        torch.manual_seed(0)
-        exec("\n".join(lines), names)  # noqa: S102
-        gradients = [p.grad for p in names["model"].parameters()]
-        results.append((names["loss"].detach(), *gradients))
-    assert not isinstance(names["model"], nn.Sequential) and isinstance(names["model"], Pipe)
-    torch.testing.assert_close(*results)
-    (step,) = re.findall(r"`(loss = model\.train_step\(.*?\))`", PAGE)
-    names["model"].zero_grad()
-    exec(step, names)  # noqa: S102
-    torch.testing.assert_close(names["loss"].detach(), results[0][0])
+def test_each_program_is_run_by_the_command_after_it() -> None:
+    assert {file: command for file, _, command in PASTED} == {
+        "pipe.py": "python pipe.py",
+        "generate.py": f"torchrun --nproc-per-node={RANKS} generate.py",
+        "ddp.py": f"torchrun --nproc-per-node={RANKS} ddp.py",
+    }
+
+
+def test_the_pipe_has_the_loss_and_gradients_of_the_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names: dict[str, Any] = {}
+    exec(PROGRAMS["pipe.py"], names)  # noqa: S102
+    assert "loss of the pipe: " in capsys.readouterr().out
+    assert isinstance(names["pipe"], Pipe) and names["pipe"].balance == [2, 2]
+    model, x, target = (names[name] for name in ("model", "x", "target"))
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    loss = nn.functional.mse_loss(model(x), target)
+    loss.backward()
+    expected = (loss, *(p.grad for p in model.parameters()))
+    torch.testing.assert_close((names["loss"], *gradients), expected)
+    (step,) = re.findall(r"`(pipe\.train_step\(.*?\))`", PAGE)
+    torch.testing.assert_close(eval(step, names), loss.detach())
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_the_program_generates_the_same_tokens_on_all_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    (program,) = blocks("python")
-    pattern = r"^# torchrun --nproc-per-node[= ](\d+) program\.py$"
-    (ranks,) = re.findall(pattern, program, re.MULTILINE)
-    path = tmp_path / "program.py"
-    path.write_text(program)
-    printed = run_program(path, folder=tmp_path, ranks=int(ranks))
-    tokens = re.findall(r"tensor\(\[\[([\d,\s]+)\]\]\)", printed)
-    assert len(tokens) == 2 and len(set(tokens)) == 1
-    assert len(tokens[0].split(",")) == 19
+@pytest.mark.parametrize(
+    ("file", "printed"),
+    [("generate.py", r"tokens: \[\[1, 2, 3(, \d+){16}\]\]"), ("ddp.py", r"loss of rank 0: \d.*")],
+)
+def test_programs_of_ranks_print_on_rank_0_alone(file: str, printed: str, tmp_path: Path) -> None:
+    if "transformers" in PROGRAMS[file]:
+        pytest.importorskip("transformers")
+    path = tmp_path / file
+    path.write_text(PROGRAMS[file])
+    lines = run_program(path, folder=tmp_path, ranks=RANKS).splitlines()
+    assert len([line for line in lines if re.fullmatch(printed, line)]) == 1, lines
+
+
+def test_the_number_of_families_is_that_of_their_page() -> None:
+    (number,) = re.findall(r"\[(\d+) families\]", PAGE)
+    assert f": {number} are\nsharded" in (ROOT / "docs" / "families.md").read_text()
+
+
+def test_figures_are_those_of_the_result_files() -> None:
+    assert pages.update(PAGE, {name: make() for name, make in summary.PARTS.items()}) == PAGE
 
 
 def test_links_exist() -> None:

@@ -1,5 +1,4 @@
-"""A row-parallel product whose all-reduce begins while the product is computed. Experimental: no
-GPU has run it yet.
+"""A row-parallel product whose all-reduce begins while the product is computed. Experimental.
 
 The kernel of :mod:`pipekernels.kernels.sharded_gemm` runs on some of the multiprocessors and
 announces each finished block of rows. On the others, in a stream of its own, the communicator
