@@ -26,7 +26,7 @@
 #   make cuda-check every CUDA file for sm_80, sm_90 and sm_100; needs a CUDA toolkit, no GPU
 #   make gpu-check  smoke cases, tests, benchmarks and memory checks on this machine's GPU, in 8
 #                   minutes, with the Python that is there (PYTHON=...; ARGS=--built: without the
-#                   build, on the extension that is there)
+#                   build, on the extension that is there; ARGS=--dry-run: without a GPU)
 #   make bench-nccl collectives, the row-parallel layer and pipes on 2 to 8 GPUs, in turn with NCCL;
 #                   with the Python that is there (ARGS='--quick': tiny cases)
 #   make wheel      the source distribution and, from it, the wheel, by ordinary isolated builds into

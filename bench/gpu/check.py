@@ -7,9 +7,10 @@ shown, and fails nothing.
 
 Uses the Python that starts it, which needs torch with CUDA, pytest, pytest-timeout, hypothesis,
 pybind11, CMake and Ninja, but no network. If a step fails, the others are still run; if it is the
-build, on an extension built before, as with ``--built``. The summary at the end and the exit status
-report failures; what there was no time for is listed apart. Results go to ``$OUT``, or else
-``bench/results/<gpu>``, in at most eight files:
+build, on an extension built before, as with ``--built``. With ``--dry-run`` a machine without a GPU
+runs what it can of each step, on the CPU: whether all of them start and report. The summary at the
+end and the exit status report failures; what there was no time for is listed apart. Results go to
+``$OUT``, or else ``bench/results/<gpu>``, in at most eight files:
 
 * ``gpu_check.log``: all output, with the summary at the end.
 * ``gpu.NAME.json``: the results of a benchmark, up to where it may have been stopped.
@@ -30,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.gpu import cuda_tests
-from bench.gpu.steps import Log, Outcome, run_step
+from bench.gpu.steps import SKIPPED, Log, Outcome, run_step
 
 ROOT = Path(__file__).parent.parent.parent
 # Seconds of each step, 8 minutes in all. Time that a step does not use goes to the later ones.
@@ -52,8 +53,8 @@ SHARES = {
 IMPORT = """
 from pipekernels import _backend
 built = _backend.build_info()
-assert built["cuda"], "the extension was built without CUDA"
-print("note: for", built["cuda_architectures"], "by CUDA", built["cuda_version"])
+assert built["cuda"] or {dry}, "the extension was built without CUDA"
+print("note: for", built.get("cuda_architectures"), "by CUDA", built.get("cuda_version"))
 """
 ENDING = 10  # seconds of a benchmark's share that are reserved for its end
 TOGETHER = 8  # test processes at the same time
@@ -97,9 +98,10 @@ class Check:
         folder: where results go.
         architecture: of the GPU, such as ``'90'``.
         sms: its number of multiprocessors.
+        dry: whether there is no GPU.
     """
 
-    def __init__(self, folder: Path, architecture: str, sms: int) -> None:
+    def __init__(self, folder: Path, architecture: str, sms: int, *, dry: bool = False) -> None:
         self.log = Log(folder / "gpu_check.log")
         self.outcomes: list[Outcome] = []
         self.sanitized: list[Outcome] = []
@@ -107,6 +109,7 @@ class Check:
         self._folder = folder
         self._architecture = architecture
         self._sms = sms
+        self._dry = dry
         self._begin = time.monotonic()
 
     def run(self, *, built: bool = False) -> bool:
@@ -116,14 +119,15 @@ class Check:
         if not built:
             self.build()
         if self.importable():
-            self.smoke()
+            self.smoke("cpu" if self._dry else "cuda")
             self.step("info", [*python, "-m", "pipekernels", "info"])
             self.tests()
             for name in SHARES:
                 if name.startswith("gpu."):
                     seconds = max(1, int(self._deadline(name) - time.monotonic()) - ENDING)
                     command = [*python, "-m", "bench.gpu", name.removeprefix("gpu.")]
-                    self.step(name, [*command, "--seconds", str(seconds)])
+                    dry = ["--quick", "--device", "cpu"] if self._dry else []
+                    self.step(name, [*command, "--seconds", str(seconds), *dry])
             self.sanitizers()
         return self.finish()
 
@@ -143,7 +147,7 @@ class Check:
 
     def importable(self) -> bool:
         """Whether there is an extension with CUDA, built now or before."""
-        command = [sys.executable, "-c", IMPORT]
+        command = [sys.executable, "-c", IMPORT.format(dry=self._dry)]
         limit = self._begin + sum(SHARES.values())
         outcome = run_step("extension", command, {}, limit, self.log)
         self.outcomes.append(outcome)
@@ -186,6 +190,8 @@ class Check:
         deadline = self._deadline("tests")
         command = [sys.executable, "-u", "-m", "bench.gpu.precompile"]
         command += [self._architecture, str(self._sms)]
+        if self._dry:  # For hours, on few cores.
+            command = [sys.executable, "-c", f"print('not in a dry run'); exit({SKIPPED})"]
         with ThreadPoolExecutor(TOGETHER) as pool, ThreadPoolExecutor(1) as lane:
             compiling = pool.submit(
                 run_step, "tuner's kernels", command, {}, deadline, self.log, live=False
@@ -204,8 +210,8 @@ class Check:
         bad = tests - skipped - late - outcomes["passed"]
         note = f"{tests} tests, {bad} failed, {skipped} skipped, {late} not run for lack of time"
         status = "passed" if outcomes["passed"] else "not run"
-        if bad or skipped == tests:  # There is a GPU.
-            status = "failed"
+        if bad or skipped == tests:
+            status = "skipped" if self._dry and not bad else "failed"
         self.outcomes.append(Outcome("tests", status, seconds, note))
         self.outcomes.append(compiling.result())
 
@@ -219,7 +225,7 @@ class Check:
     def _sanitize(
         self, name: str, tool: str, parts: list[str], environment: dict[str, str], deadline: float
     ) -> Outcome:
-        sanitizer = _sanitizer()
+        sanitizer = None if self._dry else _sanitizer()
         if sanitizer is None:
             return Outcome(name, "skipped", 0.0, "there is no compute-sanitizer")
         command = [sanitizer, "--tool", tool, "--error-exitcode", "86", *OPTIONS[tool]]
@@ -273,8 +279,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.check", description=__doc__)
     parser.add_argument("--built", action="store_true", help="take the extension that is there")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, in build/gpu-check")
     args = parser.parse_args(arguments)
     os.chdir(ROOT)
+    if args.dry_run:
+        dry = Check(ROOT / "build" / "gpu-check", "90", 132, dry=True)
+        return 0 if dry.run(built=args.built) else 1
     command = [sys.executable, "-m", "bench.gpu.environment", "--brief"]
     asked = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if asked.returncode:

@@ -120,6 +120,8 @@ def collect(marked: str, log: Log, size: int = PIECE) -> list[list[str]]:
     process.close()
     if status not in (0, 5):  # 5: nothing is marked
         log.write(output)  # files that cannot be imported; the others are run
+        if status not in (1, 2):  # None is deselected.
+            return []
     files: dict[str, list[str]] = {}
     for line in output.splitlines():
         file, separator, _ = line.partition("::")

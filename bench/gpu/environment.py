@@ -42,10 +42,10 @@ def nccl() -> tuple[int, ...] | None:
 
 def report() -> str:
     """The whole report, as text."""
-    properties = torch.cuda.get_device_properties(0)
+    has_gpu = torch.cuda.is_available()
     rows = [
-        f"{properties}",
-        f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl()}",
+        f"{torch.cuda.get_device_properties(0)}" if has_gpu else "there is no GPU",
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl() if has_gpu else None}",
         f"TF32 in matmul: {tf32_allowed()}",
         *(f"{name} {_version(name)}" for name in PACKAGES),
         f"{len(os.sched_getaffinity(0))} cores, {os.cpu_count()} in the machine",

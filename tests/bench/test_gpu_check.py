@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -439,6 +440,23 @@ def test_without_an_extension_nothing_else_is_run(
 ) -> None:
     good, calls, _ = run_check(tmp_path, monkeypatch, failing={"build", "extension"})
     assert not good and set(calls.commands) == {"environment", "build", "extension"}
+
+
+@pytest.mark.timeout(540)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_dry_run_reports_every_step(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(os.getcwd())  # Restores the folder, which main() changes.
+    begin = time.monotonic()
+    check.main(["--dry-run", "--built"])
+    assert time.monotonic() - begin < 480
+    summary = capfd.readouterr().out.partition("==== summary")[2]
+    for step in set(check.SHARES) - {"build", "kernels", "sanitizers"}:
+        assert re.search(
+            rf"^{re.escape(step)} +(passed|skipped|timed out) ", summary, re.MULTILINE
+        ), step
+    assert "not run for lack of time: nothing" in summary
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
