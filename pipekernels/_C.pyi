@@ -45,7 +45,14 @@ def skinny_gemm(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, threads: int, /
 ) -> bool: ...
 def expert_product(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, threads: int, /
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+    threads: int,
+    scale: Tensor = ...,
+    /,
 ) -> bool: ...
 def skinny_gemm_partial(
     out: Tensor, x: Tensor, weight: Tensor, slabs: int, threads: int, /

@@ -130,26 +130,46 @@ PyObject* skinny_gemm_partial(PyObject*, PyObject* const* arguments, Py_ssize_t 
                       });
 }
 
-// Reads (out, x, weight, bias, chosen). False unless all are contiguous CPU tensors of fitting
-// shapes, `chosen` of int64 and all others of one floating dtype; `bias` may be None.
-bool describe_experts(PyObject* const* operands, ExpertProduct& product) {
-  dlpack::Tensor out, x, weight, bias, chosen;
+// Reads (out, x, weight, bias, chosen), and `scale` if the weight is of int8. False unless all are
+// contiguous CPU tensors of fitting shapes, `chosen` of int64, `scale` of float32 and all others of
+// one floating dtype; `bias` may be None, and for a few rows and one int8 matrix `chosen` as well.
+bool describe_experts(PyObject* const* operands, PyObject* scale, ExpertProduct& product) {
+  dlpack::Tensor out, x, weight, bias, chosen, scales;
+  const bool is_single = scale != nullptr && operands[4] == Py_None;
   if (!describe_dense(operands[0], out) || !describe_dense(operands[1], x) ||
-      !describe_dense(operands[2], weight) || !describe_dense(operands[4], chosen)) {
+      !describe_dense(operands[2], weight) ||
+      !(is_single || describe_dense(operands[4], chosen))) {
     return false;
   }
   const int dtype = dtype_of(x);
-  if (dtype < 0 || !is_floating(static_cast<DType>(dtype)) || dtype_of(weight) != dtype ||
-      dtype_of(out) != dtype || dtype_of(chosen) != static_cast<int>(DType::kInt64) ||
-      weight.dims != 3 || x.dims < 1) {
+  const int of_weight = scale == nullptr ? dtype : static_cast<int>(DType::kInt8);
+  if (dtype < 0 || !is_floating(static_cast<DType>(dtype)) || dtype_of(weight) != of_weight ||
+      dtype_of(out) != dtype ||
+      !(is_single || dtype_of(chosen) == static_cast<int>(DType::kInt64)) ||
+      weight.dims != (is_single ? 2 : 3) || x.dims < 1) {
     return false;
   }
+  if (scale != nullptr) {
+    const bool is_supported = dtype == static_cast<int>(DType::kFloat32) ||
+                              dtype == static_cast<int>(DType::kBFloat16);
+    if (!is_supported || !describe_dense(scale, scales) ||
+        dtype_of(scales) != static_cast<int>(DType::kFloat32) ||
+        dlpack::dense_elements(scales) * weight.shape[weight.dims - 1] !=
+            dlpack::dense_elements(weight)) {
+      return false;
+    }
+    product.scales = reinterpret_cast<const float*>(address_of(scales));
+  }
   product.dtype = static_cast<DType>(dtype);
-  product.experts = weight.shape[0];
-  product.columns = weight.shape[1];
-  product.inner = weight.shape[2];
-  product.pairs = dlpack::dense_elements(chosen);
-  if (product.columns < 1 || product.inner < 1 || product.pairs < 1 ||
+  static constexpr int64_t kFirst[kMaxSkinnyRows] = {};
+  product.experts = is_single ? 1 : weight.shape[0];
+  product.columns = weight.shape[weight.dims - 2];
+  product.inner = weight.shape[weight.dims - 1];
+  if (product.columns < 1 || product.inner < 1) return false;
+  product.rows = dlpack::dense_elements(x) / product.inner;
+  product.pairs = is_single ? product.rows : dlpack::dense_elements(chosen);
+  product.chosen = is_single ? kFirst : reinterpret_cast<const int64_t*>(address_of(chosen));
+  if (product.pairs < 1 || (is_single && product.rows > kMaxSkinnyRows) ||
       x.shape[x.dims - 1] != product.inner ||
       dlpack::dense_elements(out) != product.pairs * product.columns) {
     return false;
@@ -161,24 +181,24 @@ bool describe_experts(PyObject* const* operands, ExpertProduct& product) {
     }
     product.bias = address_of(bias);
   }
-  product.rows = dlpack::dense_elements(x) / product.inner;
   product.out = const_cast<std::byte*>(address_of(out));
   product.x = address_of(x);
   product.weight = address_of(weight);
-  product.chosen = reinterpret_cast<const int64_t*>(address_of(chosen));
   return product.rows >= 1 && product.pairs % product.rows == 0;
 }
 
-// expert_product(out, x, weight, bias, chosen, threads) -> bool: out[p] = weight[chosen[p]] @ x[row
-// of p] + bias[chosen[p]]. It does nothing and returns False unless describe_experts().
+// expert_product(out, x, weight, bias, chosen, threads[, scale]) -> bool: out[p] = weight[chosen[p]]
+// @ x[row of p] + bias[chosen[p]]; with `scale`, weight * scale in place of an int8 weight. It does
+// nothing and returns False unless describe_experts().
 PyObject* expert_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 6) {
-    PyErr_SetString(PyExc_TypeError, "expected (out, x, weight, bias, chosen, threads)");
+  if (count != 6 && count != 7) {
+    PyErr_SetString(PyExc_TypeError, "expected (out, x, weight, bias, chosen, threads[, scale])");
     return nullptr;
   }
   return guarded([&]() -> PyObject* {
     ExpertProduct product{};
-    if (!describe_experts(arguments, product)) Py_RETURN_FALSE;
+    PyObject* const scale = count == 7 ? arguments[6] : nullptr;
+    if (!describe_experts(arguments, scale, product)) Py_RETURN_FALSE;
     const long threads = PyLong_AsLong(arguments[5]);
     if (threads == -1 && PyErr_Occurred()) return nullptr;
     {

@@ -13,6 +13,7 @@ from torch import nn
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.changes import set_attribute
+from pipekernels.tensor_parallel.int8 import Int8Experts, Int8Linear
 from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_layers, sharded_parameters
 from pipekernels.tensor_parallel.state import gather_state_dict
 
@@ -35,6 +36,15 @@ def sharded_models(model: nn.Module) -> list[Any]:
         return []
     models = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
     return [module for module in models if sharded_layers(module)]
+
+
+def check_floats(model: nn.Module, remedy: str) -> None:
+    """Raise TypeError, which ends with ``remedy``, if a sharded layer has int8 weights."""
+    for layer in sharded_layers(model):
+        if isinstance(layer, Int8Linear | Int8Experts):
+            raise TypeError(
+                f"{layer.name!r} has int8 weights, which transformers' files do not hold; {remedy}"
+            )
 
 
 def communicators(model: nn.Module) -> list[Communicator]:
@@ -63,6 +73,7 @@ def _save_pretrained(
     state_dict: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> None:
+    check_floats(self, "call tensor_unparallelize() first, or save full_state_dict(model)")
     comms = communicators(self)
     writes = is_main_process and all(comm.rank == 0 for comm in comms)
     if state_dict is None:

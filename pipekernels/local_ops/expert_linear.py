@@ -64,7 +64,7 @@ def skinny_expert_linear(
     return out if done else None
 
 
-def _groups(rows: Sequence[int]) -> list[tuple[int, slice]]:
+def groups(rows: Sequence[int]) -> list[tuple[int, slice]]:
     """The experts that have rows, and which these are."""
     found, start = [], 0
     for expert, count in enumerate(rows):
@@ -82,7 +82,7 @@ class _ExpertLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.rows, ctx.is_biased = rows, bias is not None
         out = x.new_empty(len(x), weight.shape[1])
-        for expert, own in _groups(rows):
+        for expert, own in groups(rows):
             if bias is None:
                 torch.mm(x[own], weight[expert].t(), out=out[own])
             else:
@@ -100,7 +100,7 @@ class _ExpertLinear(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight)
         if ctx.is_biased and ctx.needs_input_grad[2]:
             grad_bias = grad.new_zeros(weight.shape[:2])
-        for expert, own in _groups(ctx.rows):
+        for expert, own in groups(ctx.rows):
             if grad_x is not None:
                 torch.mm(grad[own], weight[expert], out=grad_x[own])
             if grad_weight is not None:

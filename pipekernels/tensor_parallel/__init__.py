@@ -10,6 +10,7 @@ from pipekernels.tensor_parallel.checkpoint import OptimizerCheckpoint, checkpoi
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
+from pipekernels.tensor_parallel.int8 import quantize_weights
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.plan.invariance_check import check_invariance
 from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize
@@ -40,6 +41,7 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_pretrained",
     "plan_for",
+    "quantize_weights",
     "tensor_parallelize",
     "tensor_unparallelize",
     "vocab_parallel_cross_entropy",

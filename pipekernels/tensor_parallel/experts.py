@@ -164,22 +164,18 @@ class ParallelExperts(ShardedLayer):
     def _own_part(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """This rank's summand of the output, ``[T, H]``."""
         parameters, first = self._parameters, self.first
-        w1: Tensor = self.get_parameter(first)
-        w2: Tensor = self.get_parameter("down_proj")
         b1 = parameters.get(f"{first}_bias")
         b2 = parameters.get("down_proj_bias") if self.dealt else None
-        if self.is_transposed:
-            w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
         tokens, count = chosen.shape
-        experts = w1.shape[0]
+        experts = self.get_parameter(first).shape[0]
         flat = chosen.reshape(-1)
         if self.dealt:
             flat = flat - sum(shard_sizes(self.num_experts, self.world_size)[: self.rank])
         else:
-            y = skinny_expert_linear(x, w1, b1, chosen)
+            y = self._skinny_product(x, first, b1, chosen)
             if y is not None:
                 inner = self._activated(y).flatten(0, 1)
-                y = skinny_expert_linear(inner, w2, b2, flat.unsqueeze(1))
+                y = self._skinny_product(inner, "down_proj", b2, flat.unsqueeze(1))
             if y is not None:
                 y = y.view(tokens, count, -1) * weights.unsqueeze(-1)
                 return y.sum(1).to(x.dtype)
@@ -188,11 +184,24 @@ class ParallelExperts(ShardedLayer):
             ordered = flat[order]
             order = order[(ordered >= 0) & (ordered < experts)]
         rows = torch.bincount(flat[order], minlength=experts).tolist()
-        y = expert_linear(x[order // count], w1, b1, rows)
-        y = expert_linear(self._activated(y), w2, b2, rows)
+        y = self._product(x[order // count], first, b1, rows)
+        y = self._product(self._activated(y), "down_proj", b2, rows)
         y = y * weights.reshape(-1, 1)[order]
         pairs = y.new_zeros(tokens * count, y.shape[1]).index_copy(0, order, y)
         return pairs.view(tokens, count, -1).sum(1).to(x.dtype)
+
+    def _matrices(self, name: str) -> Tensor:
+        """``[E, out, in]``."""
+        weight: Tensor = self.get_parameter(name)
+        return weight.transpose(1, 2) if self.is_transposed else weight
+
+    def _product(self, x: Tensor, name: str, bias: Tensor | None, rows: list[int]) -> Tensor:
+        return expert_linear(x, self._matrices(name), bias, rows)
+
+    def _skinny_product(
+        self, x: Tensor, name: str, bias: Tensor | None, chosen: Tensor
+    ) -> Tensor | None:
+        return skinny_expert_linear(x, self._matrices(name), bias, chosen)
 
     def _activated(self, y: Tensor) -> Tensor:
         """The input of the second product, from the output of the first."""

@@ -22,9 +22,9 @@ BUDGETS = {
     "pipekernels/comm/join": 580,
     "pipekernels/comm/process_group": 570,
     "pipekernels/device": 700,
-    "pipekernels/huggingface": 1_850,
+    "pipekernels/huggingface": 1_860,
     "pipekernels/kernels": 1_190,
-    "pipekernels/local_ops": 1_550,
+    "pipekernels/local_ops": 1_690,
     "pipekernels/ops": 50,
     "pipekernels/pipeline": 690,
     "pipekernels/pipeline/engine": 2_070,
@@ -34,15 +34,15 @@ BUDGETS = {
     "pipekernels/pipeline/spmd": 900,
     "pipekernels/pipeline/stage": 2_090,
     "pipekernels/pipeline/values": 660,
-    "pipekernels/tensor_parallel": 2_600,
+    "pipekernels/tensor_parallel": 2_960,
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/overlap": 250,
-    "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 31_060,
+    "pipekernels/tensor_parallel/plan": 1_420,
+    "tests": 31_360,
     "bench": 7_840,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 24_570, "core": 20_810}
+TOTALS = {"pipekernels": 25_100, "core": 21_330}
 
 
 def lines(files: Iterable[Path]) -> int:

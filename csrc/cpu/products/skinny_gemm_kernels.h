@@ -9,12 +9,14 @@
 namespace pipekernels {
 
 // Columns begin to end - 1 of a product; `out` has the address of each of its rows. Partial ones
-// have slabs and no bias, and their results are accumulators.
+// have slabs and no bias, and their results are accumulators. A weight of int8 has a scale for each
+// column.
 struct SkinnyGemmPiece {
   void* out[kMaxSkinnyRows];
   const void* widened;
   const void* weight;
   const void* bias;
+  const float* scales;
   int64_t columns, inner, slabs, begin, end;
 };
 
@@ -26,6 +28,10 @@ struct SkinnyGemmKernels {
 };
 
 const SkinnyGemmKernels& skinny_gemm_kernels(DType dtype, Isa isa);
+
+// Of weights of int8; `dtype` is that of `x`. They have no partial products, and take no other
+// dtypes than float32 and bfloat16: null.
+const SkinnyGemmKernels* int8_gemm_kernels(DType dtype, Isa isa);
 
 // Memory that a thread keeps between calls. Vectors that straddle cache lines would take twice as
 // long to load.

@@ -6,6 +6,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -15,6 +16,8 @@ from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.arithmetic import arithmetic_of
 from pipekernels.tensor_parallel.changes import set_attribute
+from pipekernels.tensor_parallel.full_layer import int8_parts
+from pipekernels.tensor_parallel.int8 import shard_int8
 from pipekernels.tensor_parallel.plan.agreement import check_equal_on_ranks, ranks_unlike_first
 from pipekernels.tensor_parallel.plan.check import first_difference, outputs_of
 from pipekernels.tensor_parallel.plan.kinds import SUMMED, HookKind, LayerKind
@@ -189,7 +192,8 @@ def _shard(
     layer: nn.Module, name: str, kind: LayerKind, comm: Communicator, invariant: bool
 ) -> ShardedLayer:
     try:
-        shard: ShardedLayer = kind.shard(layer, comm, invariant=invariant)
+        make = partial(kind.shard, comm=comm, invariant=invariant)
+        shard: ShardedLayer = shard_int8(layer, make, invariant)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name!r} cannot be made {kind.word!r}: {error}") from error
     for inner_name, inner in shard.named_modules(prefix=name):
@@ -227,7 +231,8 @@ def _check_ranks_agree(
             f"ranks {others} are to shard other layers than rank 0: names, kinds or sizes differ; "
             "give all ranks the same model and plan"
         )
-    compared = {name: next(layer.parameters()) for layer, (name, _) in layers.items()}
+    firsts = ((name, next(layer.parameters())) for layer, (name, _) in layers.items())
+    compared = {name: (int8_parts(first) or (first,))[0] for name, first in firsts}
     compared |= {name: p for name, p in model.named_parameters() if ".lora_" in name}
     check_equal_on_ranks(compared, comm)
 

@@ -45,6 +45,8 @@ def tensor_unparallelize(model: Model) -> Model:
     first: dict[nn.Parameter, nn.Parameter] = {}
     for layer, module in full.items():  # Full layers share parameters as their shards do.
         for name, parameter in layer.named_parameters(recurse=False):
+            if name not in module._parameters and "scale" in name:
+                continue  # Of weights of int8.
             shared = first.setdefault(parameter, module.get_parameter(name))
             module.register_parameter(name, shared)
     for parent in list(model.modules()):

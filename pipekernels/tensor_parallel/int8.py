@@ -1,0 +1,335 @@
+r"""Sharded layers with weights of int8, for inference.
+
+Decoding a token takes as long as reading the weights. Here a weight is ``W s``: ``W`` of int8, and
+``s`` a float32 scale for each output feature, ``max |w| / 127`` over the *full* weight, so that the
+gathered weight does not depend on the number of ranks. With ``R`` ranks:
+
+===========  ==============================  ==============================================
+tensor       column-parallel                 row-parallel
+===========  ==============================  ==============================================
+weight       ``[M / R, K]``, int8            ``[M, K / R]``, int8
+scale        ``[M / R]``                     ``[M]``, the largest of all ranks, replicated
+===========  ==============================  ==============================================
+
+An output differs from that of the float layer by at most ``s / 2 * sum |x|``, over all input
+features, and by rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pipekernels._arguments import check_kind
+from pipekernels.comm import Communicator
+from pipekernels.local_ops.int8_linear import (
+    floats_of,
+    int8_expert_linear,
+    int8_linear,
+    int8_of,
+    skinny_int8_expert_linear,
+)
+from pipekernels.tensor_parallel.experts import ParallelExperts
+from pipekernels.tensor_parallel.full_layer import REMEDY, full_layer, int8_parts, is_hooked
+from pipekernels.tensor_parallel.functional import (
+    gather_from_ranks,
+    reduce_from_ranks,
+    scatter_to_ranks,
+)
+from pipekernels.tensor_parallel.linear import RowParallelLinear, ShardedLinear
+from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding, sharded_layers
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def quantize_weights(model: Model) -> Model:
+    """Give sharded linear layers and experts weights of int8, in place, for inference.
+
+    A collective: all ranks call it, after :func:`tensor_parallelize` and after loading. The model's
+    parameters no longer require gradients. What stays in floats: layers that are whole, embeddings
+    (an output head that shares its weight with one gets a weight of its own), sharded
+    ``nn.MultiheadAttention``, and experts that take hidden states sorted by experts (Llama 4).
+
+    The state_dict has ``weight`` in int8, ``[out_features, in_features]``, and ``scale`` in
+    float32; that of experts ``gate_up_proj``, ``gate_up_proj_scale`` and so on. It and
+    :func:`full_state_dict` load into a model that was quantized in the same way, the latter on any
+    number of ranks. :func:`tensor_unparallelize` gives a whole model in floats back.
+
+    Args:
+        model: with sharded layers, in float32, bfloat16 or float16.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: a sharded layer has hooks, or a parametrization or a mask.
+        ValueError: there is no sharded linear layer and no experts; a layer is of
+            ``invariant=True``, or its weights are not finite. The model is then unchanged.
+    """
+    check_kind("model", model, nn.Module, "an nn.Module")
+    found: list[Any] = [
+        layer
+        for layer in sharded_layers(model)
+        if isinstance(layer, ShardedLinear)
+        or (isinstance(layer, ParallelExperts) and layer.is_routed)
+    ]
+    layers = [layer for layer in found if type(layer) is not Int8Experts]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no sharded linear layers or experts in floats; call "
+            "tensor_parallelize() first"
+        )
+    for layer in layers:
+        if layer.invariant:
+            raise ValueError(
+                f"{layer._described()} is of invariant=True, which does not support int8 weights: "
+                "its bits are those of products of floats; shard the model without it"
+            )
+        if is_hooked(layer):
+            raise TypeError(f"{layer._described()} has hooks, which would be lost; {REMEDY}")
+    _check_finite(layers)
+    replaced: dict[nn.Module, ShardedLayer] = {
+        layer: Int8Linear(layer) if isinstance(layer, ShardedLinear) else Int8Experts(layer)
+        for layer in layers
+    }
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in replaced:
+                parent._modules[name] = replaced[child]
+    return model.requires_grad_(False)
+
+
+def shard_int8(layer: Any, shard: Callable[[nn.Module], Any], invariant: bool) -> Any:
+    """``shard(layer)``, a linear layer with the integers of ``layer`` if its weight is an int8
+    weight-only tensor of torchao.
+
+    Raises:
+        ValueError: it is, and the shard is to be ``invariant``.
+    """
+    parts = int8_parts(getattr(layer, "weight", None))
+    if parts is None:
+        return shard(layer)
+    if invariant:
+        raise ValueError("invariant=True does not support int8 weights; shard the float layer")
+    weight = floats_of(*parts, torch.float32)
+    floats = {"weight": _frozen(weight)} | ({} if layer.bias is None else {"bias": layer.bias})
+    made: Any = shard(full_layer(floats, transposed=False).train(layer.training))
+    return Int8Linear(made, parts[1])
+
+
+def _check_finite(layers: list[Any]) -> None:
+    """Raise ValueError on all ranks if a weight is not finite on one."""
+    bad = [
+        not all(bool(p.isfinite().all()) for p in layer._plain_parameters().values())
+        for layer in layers
+    ]
+    for comm in dict.fromkeys(layer.comm for layer in layers):
+        flags = [flag and layer.comm is comm for flag, layer in zip(bad, layers, strict=True)]
+        on_any = comm.all_gather(torch.tensor([flags], device="cpu")).any(0).tolist()
+        if any(on_any):
+            raise ValueError(
+                f"{layers[on_any.index(True)]._described()} has weights that are not finite, which "
+                "int8 cannot represent; repair them, or leave this layer as it is"
+            )
+
+
+def _scale(weight: Tensor, comm: Communicator | None) -> Tensor:
+    """Of each row of ``[..., n, k]``, over the ranks of ``comm``. Rows of zeros have one of 1."""
+    largest = weight.abs().amax(-1).float()
+    if comm is not None:
+        largest = comm.all_reduce(largest, "max")
+    return torch.where(largest > 0, largest / 127, torch.ones_like(largest))
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class _Int8Layer(ShardedLayer):
+    """Base of both: scales stay float32 whatever the model is converted to."""
+
+    float_dtype: torch.dtype
+    """Of the weights of the full layer."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        scales = {n: p.data for n, p in self._parameters.items() if p is not None and "scale" in n}
+        super()._apply(fn, recurse)
+        self.float_dtype = fn(torch.empty(0, dtype=self.float_dtype)).dtype
+        for name, scale in scales.items():
+            parameter = self.get_parameter(name)
+            if parameter.dtype != scale.dtype:
+                parameter.data = scale.to(parameter.device)
+        return self
+
+    def reset_parameters(self) -> None:
+        """Not possible: weights of int8 come from floats."""
+        raise TypeError(f"{self._described()} has int8 weights, which come from those of floats")
+
+
+class Int8Linear(_Int8Layer):
+    """A rank's part of a linear layer, with a weight of int8 (:func:`quantize_weights`).
+
+    Args:
+        layer: a :class:`ColumnParallelLinear` or a :class:`RowParallelLinear`, not invariant. It
+            stays as it is, and shares its bias.
+        scale: ``[M]``, those of the full layer, whose weight is integers times these; by default
+            they are computed.
+
+    Attributes:
+        weight: int8, ``[M / R, K]`` or ``[M, K / R]``.
+        scale: float32, ``[M / R]`` or ``[M]``.
+        bias: as that of ``layer``.
+
+    The forward takes and gives the shapes of ``layer``, of any floating dtype.
+    """
+
+    parameter_names: ClassVar[tuple[str, ...]] = ("weight", "scale", "bias")
+
+    def __init__(self, layer: ShardedLinear, scale: Tensor | None = None) -> None:
+        super().__init__(Sharding(layer.comm, layer.blocks, layer.copies))
+        self.is_row = isinstance(layer, RowParallelLinear)
+        self.shard_dims = {"weight": 1} if self.is_row else dict.fromkeys(self.parameter_names, 0)  # type: ignore[misc]
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.name = layer.name
+        self.skip_bias_add, self.is_transposed = layer.skip_bias_add, layer.is_transposed
+        self.input_is_parallel = getattr(layer, "input_is_parallel", False)
+        self.reduce = getattr(layer, "reduce", "none")
+        self.gather_output = getattr(layer, "gather_output", False)
+        parameters = layer._plain_parameters()
+        weight = parameters["weight"].detach()
+        weight = weight.t() if layer.is_transposed else weight
+        if scale is None:
+            scale = _scale(weight, self.comm if self.is_row else None)
+        else:
+            scale = self.shard("scale", scale)
+        self.float_dtype = weight.dtype
+        self.weight = _frozen(int8_of(weight, scale).contiguous())
+        self.scale = _frozen(scale)
+        self.register_parameter("bias", parameters.get("bias"))
+        self.train(layer.training)
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """The shape that the parameter ``name`` of the full layer has."""
+        return (self.out_features, self.in_features) if name == "weight" else (self.out_features,)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Apply the layer to ``x``."""
+        if self.is_row and not self.input_is_parallel:
+            x = scatter_to_ranks(x, self.comm)
+        weight: Tensor = self.weight
+        bias: Tensor | None = self._parameters["bias"]
+        if x.dim() == 0 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
+            raise ValueError(
+                f"{self._described()} on rank {self.rank} of {self.world_size} takes "
+                f"{weight.shape[1]} features on {weight.device}, got a tensor of shape "
+                f"{tuple(x.shape)} on {x.device}"
+            )
+        fused = None if self.is_row or self.skip_bias_add else bias
+        if self.is_row and self.reduce == "all_reduce" and not torch.compiler.is_compiling():
+            out = self.comm.output((*x.shape[:-1], weight.shape[0]), x)
+            y = self.comm.all_reduce(int8_linear(x, weight, self.scale, out=out))
+        else:
+            y = int8_linear(x, weight, self.scale, fused)
+            if self.reduce == "all_reduce":
+                y = reduce_from_ranks(y, self.comm)
+            elif self.reduce == "reduce_scatter":
+                y = self.comm.reduce_scatter(y)
+        if self.gather_output:
+            y = gather_from_ranks(y, self.comm, self.out_features)
+        if self.skip_bias_add:
+            if self.gather_output and bias is not None:
+                bias = gather_from_ranks(bias, self.comm, self.out_features)
+            return y, bias
+        return y + bias if self.is_row and bias is not None else y
+
+    def to_full(self) -> nn.Module:
+        """The full layer in floats, gathered. A collective that all ranks call."""
+        full = self.full_state_dict()
+        weight = floats_of(full["weight"], full.pop("scale"), self.float_dtype)
+        full["weight"] = weight.t().contiguous() if self.is_transposed else weight
+        parameters = {name: _frozen(value) for name, value in full.items()}
+        return full_layer(parameters, transposed=self.is_transposed).train(self.training)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"is_row={self.is_row}, bias={self.bias is not None}, rank={self.rank}, "
+            f"world_size={self.world_size}"
+        )
+
+
+class Int8Experts(_Int8Layer, ParallelExperts):
+    """A rank's part of stacked experts, with weights of int8 (:func:`quantize_weights`).
+
+    Args:
+        layer: experts in floats, which stay as they are, and share their biases.
+
+    Matrices are ``[E, out, in]``, whatever the layout of the full module; each has a scale,
+    ``gate_up_proj_scale`` and so on, ``[E, out]``. Shapes of the forward: as for
+    :class:`ParallelExperts`.
+    """
+
+    def __init__(self, layer: ParallelExperts) -> None:
+        ShardedLayer.__init__(self, Sharding(layer.comm))
+        self.dealt, self.is_routed, self.first = layer.dealt, layer.is_routed, layer.first
+        self.is_transposed, self.was_transposed = False, layer.is_transposed
+        self.is_concatenated, self.num_experts = layer.is_concatenated, layer.num_experts
+        self.hidden_size, self.inner_size, self.name = (
+            layer.hidden_size,
+            layer.inner_size,
+            layer.name,
+        )
+        self.float_dtype = layer.get_parameter("down_proj").dtype
+        self._full_shapes = {
+            name: (shape[0], *shape[:0:-1]) if self.was_transposed and len(shape) == 3 else shape
+            for name, shape in layer._full_shapes.items()
+        }
+        self._full_shapes |= {
+            f"{name}_scale": self._full_shapes[name][:2] for name in (self.first, "down_proj")
+        }
+        self.shard_dims = self._sharded_dims()  # type: ignore[misc]
+        for name, parameter in layer._plain_parameters().items():
+            if parameter.dim() != 3:
+                self.register_parameter(name, parameter)
+                continue
+            weight = parameter.detach()
+            weight = weight.transpose(1, 2) if self.was_transposed else weight
+            is_cut = name == "down_proj" and not self.dealt
+            scale = _scale(weight, self.comm if is_cut else None)
+            self.register_parameter(name, _frozen(int8_of(weight, scale).contiguous()))
+            self.register_parameter(f"{name}_scale", _frozen(scale.contiguous()))
+        template = copy.copy(layer._template[0])
+        template._parameters = self._parameters
+        self._template = (template,)
+        self.train(layer.training)
+
+    def _sharded_dims(self) -> dict[str, int]:
+        dims = super()._sharded_dims()
+        return dims if self.dealt else dims | {f"{self.first}_scale": 1}
+
+    def _product(self, x: Tensor, name: str, bias: Tensor | None, rows: list[int]) -> Tensor:
+        scale = self.get_parameter(f"{name}_scale")
+        return int8_expert_linear(x, self.get_parameter(name), scale, bias, rows)
+
+    def _skinny_product(
+        self, x: Tensor, name: str, bias: Tensor | None, chosen: Tensor
+    ) -> Tensor | None:
+        scale = self.get_parameter(f"{name}_scale")
+        return skinny_int8_expert_linear(x, self.get_parameter(name), scale, bias, chosen)
+
+    def to_full(self) -> nn.Module:
+        """The full module in floats, gathered. A collective that all ranks call."""
+        state = self.full_state_dict()
+        full: nn.Module = copy.copy(self._template[0])
+        full._parameters = {}
+        for name in (name for name in state if not name.endswith("_scale")):
+            value = state[name]
+            if value.dim() == 3:
+                value = floats_of(value, state[f"{name}_scale"], self.float_dtype)
+                value = value.transpose(1, 2).contiguous() if self.was_transposed else value
+            full._parameters[name] = _frozen(value)
+        return full.train(self.training)

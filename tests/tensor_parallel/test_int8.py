@@ -1,0 +1,244 @@
+"""Weights of int8: outputs within the error model, states, conversions and refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.error_bounds import gamma
+from support.ranks import run_threads
+from test_experts import HIDDEN, LAYOUTS, Experts, routing
+from torch import Tensor, nn
+
+from pipekernels import Communicator, tensor_parallelize
+from pipekernels.local_ops.int8_linear import floats_of, int8_linear, int8_of
+from pipekernels.tensor_parallel import (
+    full_state_dict,
+    quantize_weights,
+    tensor_unparallelize,
+)
+from pipekernels.tensor_parallel.experts import ParallelExperts
+from pipekernels.tensor_parallel.int8 import Int8Experts, Int8Linear
+
+PLAN = {"0": "column", "2": "row", "3": "column_gather_output", "4": "row_split_input"}
+
+
+def scale_of(weight: Tensor) -> Tensor:
+    return weight.abs().amax(-1).float() / 127
+
+
+def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(24, 50), nn.ReLU(), nn.Linear(50, 24), nn.Linear(24, 33)]
+    return nn.Sequential(*layers, nn.Linear(33, 7, bias=False)).to(dtype)
+
+
+def dequantized(module: nn.Module) -> nn.Module:
+    """With the weights that int8 stands for, in float64."""
+    result = copy.deepcopy(module).double()
+    for parameter, float_ in zip(result.parameters(), module.parameters(), strict=True):
+        if parameter.dim() > 1:
+            scale = scale_of(float_.data)
+            parameter.data = floats_of(int8_of(float_.data, scale), scale, torch.float64)
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3, 5, 40])
+@pytest.mark.parametrize("k", [1, 64, 301])
+def test_products_are_within_the_error_model(dtype: torch.dtype, rows: int, k: int) -> None:
+    torch.manual_seed(k)
+    x, weight = torch.randn(rows, k).to(dtype), torch.randn(70, k).to(dtype)
+    bias = torch.randn(70).to(dtype)
+    scale = scale_of(weight)
+    integers = int8_of(weight, scale)
+    with torch.no_grad():
+        found = int8_linear(x, integers, scale, bias).double()
+    x64, w64 = x.double(), weight.double()
+    expected = x64 @ w64.t() + bias.double()
+    # Half a step of each weight; int8_of() divides in float32, so a tie may go either way.
+    quantization = x64.abs().sum(-1, keepdim=True) * scale.double() * (0.5 + 127 * 2**-23)
+    magnitude = x64.abs() @ (w64.abs() + scale.double()[:, None]).t() + bias.double().abs()
+    # Three roundings to the dtype: the product, the scaled one, and with the bias.
+    rounding = (gamma(k + 3, 2**-24) + gamma(3, torch.finfo(dtype).eps / 2)) * magnitude
+    assert ((found - expected).abs() <= quantization + rounding).all()
+    exact = x64 @ floats_of(integers, scale, torch.float64).t() + bias.double()
+    assert ((found - exact).abs() <= rounding).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [2, 9])
+def test_layers_equal_the_model_of_the_dequantized_weights(
+    ranks: int, dtype: torch.dtype, rows: int
+) -> None:
+    full = mlp(dtype)
+    x = torch.randn(rows, 24).to(dtype)
+    exact = dequantized(full)(x.double()).detach()
+    states: list[Any] = []
+
+    def body(comm: Communicator) -> None:
+        model = tensor_parallelize(copy.deepcopy(full), PLAN, comm)
+        assert quantize_weights(model) is model
+        assert [type(m) for m in model if type(m) is not nn.ReLU] == [Int8Linear] * 4
+        y = model(x)
+        assert y.dtype == dtype
+        bound = 200 * torch.finfo(dtype).eps * exact.abs().max().item()
+        torch.testing.assert_close(y.double(), exact, rtol=0, atol=bound)
+        state = full_state_dict(model)
+        if comm.rank == 0:
+            states.append(state)
+        for name, layer in full.named_children():
+            if isinstance(layer, nn.Linear):
+                scale = scale_of(layer.weight.data)
+                assert state[f"{name}.scale"].equal(scale)
+                assert state[f"{name}.weight"].equal(int8_of(layer.weight.data, scale))
+        # The full state loads into a model of other weights, and this rank's into another one.
+        for own in (state, model.state_dict()):
+            other = copy.deepcopy(full).requires_grad_(False)
+            other = tensor_parallelize(other, PLAN, comm)
+            for parameter in other.parameters():
+                parameter.mul_(1.5)
+            quantize_weights(other).load_state_dict(own)
+            assert other(x).equal(y)
+        tensor_unparallelize(model)
+        weights = full_state_dict(model)
+        assert list(weights) == list(full.state_dict())
+        assert weights["0.weight"].equal(floats_of(state["0.weight"], state["0.scale"], dtype))
+
+    run_threads(ranks, body)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dealt", [False, True], ids=["inside", "dealt"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_experts_equal_those_of_the_dequantized_weights(
+    layout: str, dealt: bool, ranks: int
+) -> None:
+    torch.manual_seed(0)
+    full = Experts(**LAYOUTS[layout], dtype=torch.float32)
+    exact = copy.deepcopy(full).double()
+    for parameter, float_ in zip(exact.parameters(), full.parameters(), strict=True):
+        if parameter.dim() == 3:
+            value = float_.data.transpose(1, 2) if full.is_transposed else float_.data
+            scale = scale_of(value)
+            value = floats_of(int8_of(value, scale), scale, torch.float64)
+            parameter.data = value.transpose(1, 2) if full.is_transposed else value
+    x = torch.randn(30, HIDDEN)
+    chosen, weights = routing(30, 2, torch.float32)
+
+    def body(comm: Communicator) -> None:
+        model = nn.Sequential(ParallelExperts(full, comm, dealt=dealt))
+        quantize_weights(model)
+        [layer] = model
+        assert type(layer) is Int8Experts
+        for tokens in (1, 30):  # By the kernel, and by the library.
+            operands = x[:tokens], chosen[:tokens], weights[:tokens]
+            expected = exact(operands[0].double(), operands[1], operands[2].double()).detach()
+            bound = 64 * torch.finfo(torch.float32).eps * expected.abs().max().item()
+            torch.testing.assert_close(layer(*operands).double(), expected, rtol=0, atol=bound)
+        state = full_state_dict(model)
+        again = nn.Sequential(ParallelExperts(full, comm, dealt=dealt))
+        for parameter in again.parameters():
+            parameter.data.mul_(2)
+        quantize_weights(again).load_state_dict(state)
+        assert again[0](x, chosen, weights).equal(layer(x, chosen, weights))
+        tensor_unparallelize(model)
+        torch.testing.assert_close(
+            dict(model[0].named_parameters()),
+            {name: p.float() for name, p in exact.named_parameters()},
+        )
+
+    run_threads(ranks, body)
+
+
+def test_scales_stay_float32_when_the_model_is_converted() -> None:
+    [comm] = Communicator.threads(1)
+    model = quantize_weights(tensor_parallelize(mlp(), PLAN, comm))
+    before = model[0].scale.clone()
+    model.bfloat16()
+    assert model[0].scale.equal(before)
+    assert model[0].weight.dtype == torch.int8
+    assert model(torch.ones(1, 24, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert model[0].to_full().weight.dtype == torch.bfloat16
+
+
+def test_rows_of_zeros_stay_zeros() -> None:
+    [comm] = Communicator.threads(1)
+    model = nn.Sequential(nn.Linear(8, 4, bias=False))
+    nn.init.zeros_(model[0].weight)
+    quantize_weights(tensor_parallelize(model, {"0": "column"}, comm))
+    assert model(torch.ones(2, 8)).equal(torch.zeros(2, 4))
+
+
+def test_what_is_not_supported_is_refused_in_words() -> None:
+    [comm] = Communicator.threads(1)
+    with pytest.raises(ValueError, match="call tensor_parallelize"):
+        quantize_weights(mlp())
+    invariant = tensor_parallelize(
+        nn.Sequential(nn.Linear(256, 256)), {"0": "column"}, comm, invariant=True
+    )
+    with pytest.raises(ValueError, match="'0' is of invariant=True, which does not support int8"):
+        quantize_weights(invariant)
+    model = quantize_weights(tensor_parallelize(mlp(), PLAN, comm))
+    with pytest.raises(RuntimeError, match=r"have no gradients; use torch.no_grad\(\)"):
+        model(torch.ones(1, 24, requires_grad=True))
+    with pytest.raises(ValueError, match="has no sharded linear layers or experts in floats"):
+        quantize_weights(model)
+    with pytest.raises(ValueError, match=r"takes 24 features on cpu, got a tensor of shape"):
+        model(torch.ones(1, 23))
+    with pytest.raises(TypeError, match="has int8 weights, which come from those of floats"):
+        model[0].reset_parameters()
+
+
+def test_weights_that_are_not_finite_are_an_error_on_all_ranks() -> None:
+    full = mlp()
+
+    def body(comm: Communicator) -> None:
+        model = tensor_parallelize(copy.deepcopy(full), PLAN, comm)
+        if comm.rank == 1:
+            model[2].weight.data[0, 0] = torch.inf
+        with pytest.raises(ValueError, match="'2' has weights that are not finite"):
+            quantize_weights(model)
+        assert not any(isinstance(layer, Int8Linear) for layer in model)
+
+    run_threads(2, body)
+
+
+class TorchaoWeight(Tensor):
+    """A stand-in for torchao's int8 weight-only tensors, with the attributes that it documents:
+    ``tensor_impl.int_data`` and ``.scale``, or ``int_data`` and ``scale`` themselves."""
+
+    @staticmethod
+    def of(weight: Tensor, *, nested: bool) -> TorchaoWeight:
+        result = Tensor._make_subclass(TorchaoWeight, torch.zeros_like(weight))
+        parts: Any = nn.Module() if nested else result
+        parts.scale = scale_of(weight)
+        parts.int_data = int8_of(weight, parts.scale)
+        if nested:
+            result.tensor_impl = parts
+        return result
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_int8_weights_of_torchao_keep_their_integers(nested: bool) -> None:
+    full = mlp()
+    x = torch.randn(3, 24)
+
+    def body(comm: Communicator) -> None:
+        expected = quantize_weights(tensor_parallelize(copy.deepcopy(full), PLAN, comm))
+        model = copy.deepcopy(full)
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                weight = TorchaoWeight.of(layer.weight.data, nested=nested)
+                layer.register_parameter("weight", None)
+                layer._parameters["weight"] = weight
+        tensor_parallelize(model, PLAN, comm)
+        with torch.no_grad():
+            assert model(x).equal(expected(x))
+        found, wanted = full_state_dict(model), full_state_dict(expected)
+        assert all(found[name].equal(wanted[name]) for name in wanted)
+
+    run_threads(2, body)
