@@ -61,6 +61,7 @@ MAY_IMPORT = {
     "tensor_parallel.linear": {"tensor_parallel.partial_gradients", "tensor_parallel.sharded"},
     "tensor_parallel.embedding": {"tensor_parallel.sharded"},
     "tensor_parallel.experts": {"tensor_parallel.sharded"},
+    "tensor_parallel.int8": {"tensor_parallel.experts", "tensor_parallel.linear"},
     "tensor_parallel.attention": {"tensor_parallel.linear"},
     "tensor_parallel.cross_entropy": {"tensor_parallel.arithmetic"},
     "tensor_parallel.clip": {"tensor_parallel.sharded"},
@@ -70,6 +71,7 @@ MAY_IMPORT = {
         "tensor_parallel.attention",
         "tensor_parallel.embedding",
         "tensor_parallel.experts",
+        "tensor_parallel.int8",
     },
     "tensor_parallel": {
         "tensor_parallel.checkpoint",

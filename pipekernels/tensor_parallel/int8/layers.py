@@ -1,30 +1,14 @@
-r"""Sharded layers with weights of int8, for inference.
-
-Decoding a token takes as long as reading the weights. Here a weight is ``W s``: ``W`` of int8, and
-``s`` a float32 scale for each output feature, ``max |w| / 127`` over the *full* weight, so that the
-gathered weight does not depend on the number of ranks. With ``R`` ranks:
-
-===========  ==============================  ==============================================
-tensor       column-parallel                 row-parallel
-===========  ==============================  ==============================================
-weight       ``[M / R, K]``, int8            ``[M, K / R]``, int8
-scale        ``[M / R]``                     ``[M]``, the largest of all ranks, replicated
-===========  ==============================  ==============================================
-
-An output differs from that of the float layer by at most ``s / 2 * sum |x|``, over all input
-features, and by rounding.
-"""
+"""Linear layers and experts with weights of int8."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
 from pipekernels.local_ops.int8_linear import (
     floats_of,
@@ -34,107 +18,14 @@ from pipekernels.local_ops.int8_linear import (
     skinny_int8_expert_linear,
 )
 from pipekernels.tensor_parallel.experts import ParallelExperts
-from pipekernels.tensor_parallel.full_layer import REMEDY, full_layer, int8_parts, is_hooked
+from pipekernels.tensor_parallel.full_layer import full_layer
 from pipekernels.tensor_parallel.functional import (
     gather_from_ranks,
     reduce_from_ranks,
     scatter_to_ranks,
 )
 from pipekernels.tensor_parallel.linear import RowParallelLinear, ShardedLinear
-from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding, sharded_layers
-
-Model = TypeVar("Model", bound=nn.Module)
-
-
-def quantize_weights(model: Model) -> Model:
-    """Give sharded linear layers and experts weights of int8, in place, for inference.
-
-    A collective: all ranks call it, after :func:`tensor_parallelize` and after loading. The model's
-    parameters no longer require gradients. What stays in floats: layers that are whole, embeddings
-    (an output head that shares its weight with one gets a weight of its own), sharded
-    ``nn.MultiheadAttention``, and experts that take hidden states sorted by experts (Llama 4).
-
-    The state_dict has ``weight`` in int8, ``[out_features, in_features]``, and ``scale`` in
-    float32; that of experts ``gate_up_proj``, ``gate_up_proj_scale`` and so on. It and
-    :func:`full_state_dict` load into a model that was quantized in the same way, the latter on any
-    number of ranks. :func:`tensor_unparallelize` gives a whole model in floats back.
-
-    Args:
-        model: with sharded layers, in float32, bfloat16 or float16.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        TypeError: a sharded layer has hooks, or a parametrization or a mask.
-        ValueError: there is no sharded linear layer and no experts; a layer is of
-            ``invariant=True``, or its weights are not finite. The model is then unchanged.
-    """
-    check_kind("model", model, nn.Module, "an nn.Module")
-    found: list[Any] = [
-        layer
-        for layer in sharded_layers(model)
-        if isinstance(layer, ShardedLinear)
-        or (isinstance(layer, ParallelExperts) and layer.is_routed)
-    ]
-    layers = [layer for layer in found if type(layer) is not Int8Experts]
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no sharded linear layers or experts in floats; call "
-            "tensor_parallelize() first"
-        )
-    for layer in layers:
-        if layer.invariant:
-            raise ValueError(
-                f"{layer._described()} is of invariant=True, which does not support int8 weights: "
-                "its bits are those of products of floats; shard the model without it"
-            )
-        if is_hooked(layer):
-            raise TypeError(f"{layer._described()} has hooks, which would be lost; {REMEDY}")
-    _check_finite(layers)
-    replaced: dict[nn.Module, ShardedLayer] = {
-        layer: Int8Linear(layer) if isinstance(layer, ShardedLinear) else Int8Experts(layer)
-        for layer in layers
-    }
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child in replaced:
-                parent._modules[name] = replaced[child]
-    return model.requires_grad_(False)
-
-
-def shard_int8(layer: Any, shard: Callable[[nn.Module], Any], invariant: bool) -> Any:
-    """``shard(layer)``, a linear layer with the integers of ``layer`` if its weight is an int8
-    weight-only tensor of torchao.
-
-    Raises:
-        ValueError: it is, and the shard is to be ``invariant``.
-    """
-    parts = int8_parts(getattr(layer, "weight", None))
-    if parts is None:
-        return shard(layer)
-    if invariant:
-        raise ValueError("invariant=True does not support int8 weights; shard the float layer")
-    weight = floats_of(*parts, torch.float32)
-    floats = {"weight": _frozen(weight)} | ({} if layer.bias is None else {"bias": layer.bias})
-    made: Any = shard(full_layer(floats, transposed=False).train(layer.training))
-    return Int8Linear(made, parts[1])
-
-
-def _check_finite(layers: list[Any]) -> None:
-    """Raise ValueError on all ranks if a weight is not finite on one."""
-    bad = [
-        not all(bool(p.isfinite().all()) for p in layer._plain_parameters().values())
-        for layer in layers
-    ]
-    for comm in dict.fromkeys(layer.comm for layer in layers):
-        flags = [flag and layer.comm is comm for flag, layer in zip(bad, layers, strict=True)]
-        on_any = comm.all_gather(torch.tensor([flags], device="cpu")).any(0).tolist()
-        if any(on_any):
-            raise ValueError(
-                f"{layers[on_any.index(True)]._described()} has weights that are not finite, which "
-                "int8 cannot represent; repair them, or leave this layer as it is"
-            )
+from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 
 def _scale(weight: Tensor, comm: Communicator | None) -> Tensor:
@@ -145,7 +36,8 @@ def _scale(weight: Tensor, comm: Communicator | None) -> Tensor:
     return torch.where(largest > 0, largest / 127, torch.ones_like(largest))
 
 
-def _frozen(tensor: Tensor) -> nn.Parameter:
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """A parameter without gradients."""
     return nn.Parameter(tensor, requires_grad=False)
 
 
@@ -207,8 +99,8 @@ class Int8Linear(_Int8Layer):
         else:
             scale = self.shard("scale", scale)
         self.float_dtype = weight.dtype
-        self.weight = _frozen(int8_of(weight, scale).contiguous())
-        self.scale = _frozen(scale)
+        self.weight = frozen(int8_of(weight, scale).contiguous())
+        self.scale = frozen(scale)
         self.register_parameter("bias", parameters.get("bias"))
         self.train(layer.training)
 
@@ -251,7 +143,7 @@ class Int8Linear(_Int8Layer):
         full = self.full_state_dict()
         weight = floats_of(full["weight"], full.pop("scale"), self.float_dtype)
         full["weight"] = weight.t().contiguous() if self.is_transposed else weight
-        parameters = {name: _frozen(value) for name, value in full.items()}
+        parameters = {name: frozen(value) for name, value in full.items()}
         return full_layer(parameters, transposed=self.is_transposed).train(self.training)
 
     def extra_repr(self) -> str:
@@ -300,8 +192,8 @@ class Int8Experts(_Int8Layer, ParallelExperts):
             weight = weight.transpose(1, 2) if self.was_transposed else weight
             is_cut = name == "down_proj" and not self.dealt
             scale = _scale(weight, self.comm if is_cut else None)
-            self.register_parameter(name, _frozen(int8_of(weight, scale).contiguous()))
-            self.register_parameter(f"{name}_scale", _frozen(scale.contiguous()))
+            self.register_parameter(name, frozen(int8_of(weight, scale).contiguous()))
+            self.register_parameter(f"{name}_scale", frozen(scale.contiguous()))
         template = copy.copy(layer._template[0])
         template._parameters = self._parameters
         self._template = (template,)
@@ -331,5 +223,5 @@ class Int8Experts(_Int8Layer, ParallelExperts):
             if value.dim() == 3:
                 value = floats_of(value, state[f"{name}_scale"], self.float_dtype)
                 value = value.transpose(1, 2).contiguous() if self.was_transposed else value
-            full._parameters[name] = _frozen(value)
+            full._parameters[name] = frozen(value)
         return full.train(self.training)

@@ -1,0 +1,110 @@
+"""Gives the sharded layers of a model weights of int8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from pipekernels._arguments import check_kind
+from pipekernels.local_ops.int8_linear import floats_of
+from pipekernels.tensor_parallel.experts import ParallelExperts
+from pipekernels.tensor_parallel.full_layer import REMEDY, full_layer, int8_parts, is_hooked
+from pipekernels.tensor_parallel.int8.layers import Int8Experts, Int8Linear, frozen
+from pipekernels.tensor_parallel.linear import ShardedLinear
+from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_layers
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def quantize_weights(model: Model) -> Model:
+    """Give sharded linear layers and experts weights of int8, in place, for inference.
+
+    A collective: all ranks call it, after :func:`tensor_parallelize` and after loading. The model's
+    parameters no longer require gradients. What stays in floats: layers that are whole, embeddings
+    (an output head that shares its weight with one gets a weight of its own), sharded
+    ``nn.MultiheadAttention``, and experts that take hidden states sorted by experts (Llama 4).
+
+    The state_dict has ``weight`` in int8, ``[out_features, in_features]``, and ``scale`` in
+    float32; that of experts ``gate_up_proj``, ``gate_up_proj_scale`` and so on. It and
+    :func:`full_state_dict` load into a model that was quantized in the same way, the latter on any
+    number of ranks. :func:`tensor_unparallelize` gives a whole model in floats back.
+
+    Args:
+        model: with sharded layers, in float32, bfloat16 or float16.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: a sharded layer has hooks, or a parametrization or a mask.
+        ValueError: there is no sharded linear layer and no experts; a layer is of
+            ``invariant=True``, or its weights are not finite. The model is then unchanged.
+    """
+    check_kind("model", model, nn.Module, "an nn.Module")
+    found: list[Any] = [
+        layer
+        for layer in sharded_layers(model)
+        if isinstance(layer, ShardedLinear)
+        or (isinstance(layer, ParallelExperts) and layer.is_routed)
+    ]
+    layers = [layer for layer in found if type(layer) is not Int8Experts]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no sharded linear layers or experts in floats; call "
+            "tensor_parallelize() first"
+        )
+    for layer in layers:
+        if layer.invariant:
+            raise ValueError(
+                f"{layer._described()} is of invariant=True, which does not support int8 weights: "
+                "its bits are those of products of floats; shard the model without it"
+            )
+        if is_hooked(layer):
+            raise TypeError(f"{layer._described()} has hooks, which would be lost; {REMEDY}")
+    _check_finite(layers)
+    replaced: dict[nn.Module, ShardedLayer] = {
+        layer: Int8Linear(layer) if isinstance(layer, ShardedLinear) else Int8Experts(layer)
+        for layer in layers
+    }
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in replaced:
+                parent._modules[name] = replaced[child]
+    return model.requires_grad_(False)
+
+
+def shard_int8(layer: Any, shard: Callable[[nn.Module], Any], invariant: bool) -> Any:
+    """``shard(layer)``, a linear layer with the integers of ``layer`` if its weight is an int8
+    weight-only tensor of torchao.
+
+    Raises:
+        ValueError: it is, and the shard is to be ``invariant``.
+    """
+    parts = int8_parts(getattr(layer, "weight", None))
+    if parts is None:
+        return shard(layer)
+    if invariant:
+        raise ValueError("invariant=True does not support int8 weights; shard the float layer")
+    weight = floats_of(*parts, torch.float32)
+    floats = {"weight": frozen(weight)} | ({} if layer.bias is None else {"bias": layer.bias})
+    made: Any = shard(full_layer(floats, transposed=False).train(layer.training))
+    return Int8Linear(made, parts[1])
+
+
+def _check_finite(layers: list[Any]) -> None:
+    """Raise ValueError on all ranks if a weight is not finite on one."""
+    bad = [
+        not all(bool(p.isfinite().all()) for p in layer._plain_parameters().values())
+        for layer in layers
+    ]
+    for comm in dict.fromkeys(layer.comm for layer in layers):
+        flags = [flag and layer.comm is comm for flag, layer in zip(bad, layers, strict=True)]
+        on_any = comm.all_gather(torch.tensor([flags], device="cpu")).any(0).tolist()
+        if any(on_any):
+            raise ValueError(
+                f"{layers[on_any.index(True)]._described()} has weights that are not finite, which "
+                "int8 cannot represent; repair them, or leave this layer as it is"
+            )
