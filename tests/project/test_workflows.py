@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,38 @@ def test_markers_of_the_guide_are_registered(pytestconfig: pytest.Config) -> Non
     ours = set(re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     assert ours and ours <= registered
     assert ours == set(re.findall(r"^\| `(\w+)` \| ", GUIDE, re.MULTILINE))
+
+
+def test_a_tag_publishes_the_wheels_of_that_version() -> None:
+    jobs = parsed(ROOT / ".github" / "workflows" / "wheels.yml")["jobs"]
+    assert jobs["release"]["needs"] == "wheels" and "tags/v" in jobs["release"]["if"]
+    lines = "\n".join(step.get("run", "") for step in jobs["release"]["steps"])
+    assert "pipekernels/_version.py" in lines and "gh release create" in lines
+
+
+def test_the_table_of_urls_names_pages_that_exist() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Of Python 3.11.
+    script = runpy.run_path(str(ROOT / ".ci" / "name_urls.py"))
+    named = script["named"]((ROOT / "pyproject.toml").read_text(), "https://example.org/us/it/")
+    urls = tomllib.loads(named)["project"]["urls"]
+    assert urls.pop("Homepage") == urls.pop("Source") == "https://example.org/us/it"
+    for url in urls.values():
+        _, blob, file = url.partition("/blob/main/")
+        assert (ROOT / file).is_file() if blob else url == "https://example.org/us/it/issues"
+    with pytest.raises(ValueError, match="has .project.urls."):
+        script["named"](named, "https://example.org")
+
+
+def test_python_versions_are_those_that_the_pages_call_tested() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    minors = [int(minor) for minor in re.findall(r"Python :: 3\.(\d+)", project)]
+    assert minors == list(range(minors[0], minors[-1] + 1))
+    for page in ("README.md", "docs/index.md"):
+        assert f"Python 3.{minors[0]} to 3.{minors[-1]}" in (ROOT / page).read_text()
+
+
+def test_the_version_is_that_of_the_citation() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_version_has_a_section_in_the_changelog() -> None:

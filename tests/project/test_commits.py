@@ -1,0 +1,73 @@
+"""The subjects of the last commits: a room as a tag, the imperative, at most 72 characters."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.project
+
+ROOT = Path(__file__).parents[2]
+LAST = 20
+ROOMS = (
+    {path.name for path in (ROOT / "pipekernels").rglob("*") if path.is_dir()}
+    | {path.name for path in ROOT.iterdir() if path.is_dir()}
+    | {path.name for path in (ROOT / "csrc").rglob("*") if path.is_dir()}
+    | {"cli", "distributed", "project", "torch"}
+)
+# Words that end like a past or present participle and are imperatives all the same.
+IMPERATIVES = {"Bring", "Embed", "Feed", "Need", "Seed", "Shed", "Speed", "String"}
+NOT_IMPERATIVE = re.compile(r"(?:A|An|The|This|It|\w+(?:ed|ing))$")
+
+
+def subjects() -> list[str]:
+    """Those of the last commits that are no merges, newest first; fewer in a shallow clone."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("a source distribution has no commits")
+    command = ["git", "log", f"-{LAST}", "--no-merges", "--format=%s"]
+    try:
+        found = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        )
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"git cannot read the commits: {error}")
+    return found.stdout.splitlines()
+
+
+def faults(subject: str) -> list[str]:
+    match = re.fullmatch(r"\[([\w-]+)\] (\S+)(.*)", subject)
+    if match is None:
+        return ["no tag of a room: '[comm] Name ...'"]
+    room, verb, _ = match.groups()
+    checks = {
+        f"{len(subject)} characters; the limit is 72": len(subject) > 72,
+        f"{room!r} is not a room": room not in ROOMS,
+        f"{verb!r} is not an imperative with a capital": not verb[0].isupper()
+        or (verb not in IMPERATIVES and NOT_IMPERATIVE.match(verb) is not None),
+        "a full stop at the end": subject.endswith("."),
+    }
+    return [text for text, wrong in checks.items() if wrong]
+
+
+def test_the_last_commits_have_good_subjects() -> None:
+    assert {subject: wrong for subject in subjects() if (wrong := faults(subject))} == {}
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "Name a rank that dies",
+        "[comm] name a rank that dies",
+        "[comm] Named a rank that dies",
+        "[comm] Naming a rank that dies",
+        "[comm] The rank that dies is named",
+        "[kitchen] Name a rank that dies",
+        "[comm] Name a rank that dies.",
+        "[comm] " + "Name" * 17,
+    ],
+)
+def test_bad_subjects_are_found(subject: str) -> None:
+    assert len(faults(subject)) == 1
