@@ -1,4 +1,4 @@
-"""The list of all benchmarks.
+"""The list of all benchmarks, by what they run on: CPU ranks, one GPU, or several.
 
 A benchmark is a module that has
 
@@ -44,13 +44,13 @@ GPU = {
         for name in ("pipe", "all_reduce", "p2p_copy", "soak", "sharded_gemm")
     },
 }
+GPUS = {"nccl": "bench.nccl"}
 OPERATIONS = {"collectives": "all_reduce"}  # What tests are named after, if not the benchmark.
 
 
 def find(name: str) -> ModuleType:
-    """The module that measures ``name`` and writes it down; ``bench.<name>`` for what a program of
-    its own measures."""
-    return importlib.import_module((CPU | GPU).get(name, f"bench.{name}"))
+    """The module of ``name``, a benchmark or ``soak``."""
+    return importlib.import_module((CPU | GPU | GPUS).get(name, f"bench.{name}"))
 
 
 def operation(name: str) -> str:
