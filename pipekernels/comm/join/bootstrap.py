@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from pipekernels import _backend
+from pipekernels.binding.warning import check_places_once
 from pipekernels.comm import all_reduce_limits, messages
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.host_map import HostMap
@@ -122,6 +123,8 @@ def join_processes(
     hosts = len(host_map.hosts)
     where = "in shared memory of one host" if hosts == 1 else f"on {hosts} hosts, over Gloo"
     _log.info("rank %d of %d has joined its peers %s", rank, len(ranks), where)
+    if host_map.position == 0 and len(host_map.members) > 1:
+        check_places_once([processes[member].pid for member in host_map.members])
     return JoinedRank(host_map, segment, pidfds, link)
 
 
