@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {
     "pipekernels": 1_420,
     "pipekernels/balance": 140,
-    "pipekernels/binding": 320,
+    "pipekernels/binding": 380,
     "pipekernels/comm": 2_030,
     "pipekernels/comm/hosts": 580,
     "pipekernels/comm/join": 580,
@@ -39,11 +39,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_420,
-    "tests": 31_470,
+    "tests": 31_560,
     "bench": 7_840,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 25_120, "core": 21_350}
+TOTALS = {"pipekernels": 25_190, "core": 21_350}
 
 
 def lines(files: Iterable[Path]) -> int:
