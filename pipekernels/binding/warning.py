@@ -47,8 +47,8 @@ def problem(affinities: Sequence[Collection[int]], root: Path = Path("/")) -> st
         if len(confined) > len(mine):
             return (
                 f"ranks {', '.join(map(str, confined))} of this host share {len(mine)} core(s) "
-                f"and wait for each other's time slices; start at most {len(topology.cores)} ranks; "
-                f"{_REMEDY}"
+                "and wait for each other's time slices; start at most "
+                f"{len(topology.cores)} ranks; {_REMEDY}"
             )
     return _floating(topology, cores)
 
