@@ -30,7 +30,7 @@
 #   make bench-nccl collectives, the row-parallel layer and pipes on 2 to 8 GPUs, in turn with NCCL;
 #                   with the Python that is there (ARGS='--quick': tiny cases)
 #   make wheel      the source distribution and, from it, the wheel, by ordinary isolated builds into
-#                   build/wheel; then the wheel tried in an environment of its own. Only where what it
+#                   build/wheel; then the wheel tried in its own environment. Only where what it
 #                   is made of has changed
 
 SHELL := /bin/bash
@@ -95,7 +95,7 @@ $(PEERS): $(BUILT)
 	$(PIP) --no-build-isolation --no-deps fairscale torchgpipe
 	touch $@
 
-# The peers of bench/collectives.py have virtual environments of their own. One that cannot be
+# The peers of bench/collectives.py have their own virtual environments. One that cannot be
 # installed here is left out of the benchmark.
 $(MPI_PEERS): .venv/peers/%.stamp: constraints.txt
 	$(PYTHON) -m venv .venv/peers/$*

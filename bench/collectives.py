@@ -1,6 +1,6 @@
 """All-reduces from Python: ours against every peer that is installed, all of them alternately.
 
-Every system has long-lived ranks of its own (bench/peers/groups.py). In a system's turn each rank
+Every system has its own long-lived ranks (bench/peers/groups.py). In a system's turn each rank
 rewrites its whole tensor and waits for a common start, outside the timed region; a call's time ends
 when its slowest rank is done. Sums are checked before and after.
 
@@ -57,7 +57,7 @@ BASE = "Gloo"
 CONDITIONS = {
     "ranks": "processes of one intra-op thread, free to run on any core",
     "timing": f"systems in turn, {VISITS} visits to each size, slowest rank, medians; tensors "
-    "rewritten before each call, but for calls back to back; each turn warmed up, but for 8 ranks",
+    "rewritten before each call, not in calls back to back; turns warmed up, not with 8 ranks",
 }
 
 Row = dict[str, Any]

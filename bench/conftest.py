@@ -72,7 +72,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let cases take as long as they do: peers and processes have limits of their own."""
+    """Let cases take as long as they do: peers and processes have their own limits."""
     for item in items:
         if HERE in item.path.parents and config.pluginmanager.hasplugin("timeout"):
             item.add_marker(pytest.mark.timeout(0))

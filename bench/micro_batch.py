@@ -31,7 +31,7 @@ WIDE = "gpu."  # Results of that name have a row per case.
 CONDITIONS = {
     "micro-batches": CHUNKS,
     "threads": torch.get_num_threads(),
-    "timing": "allocation included but for device time, candidates in turn, medians",
+    "timing": "allocation included except for device time, candidates in turn, medians",
 }
 SAMPLE = 2e-3  # seconds that a sample lasts at least; short calls are repeated
 

@@ -1,4 +1,4 @@
-"""Candidates that run in processes of their own."""
+"""Candidates that run in their own processes."""
 
 from __future__ import annotations
 

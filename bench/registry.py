@@ -36,7 +36,7 @@ CPU = {
     "torch_distributed": "bench.distributed.calls",
     "train_step": "bench.pipeline.train_step",
 }
-# Of ranks and stages on one GPU, with cases ``GPU`` and ``GPU_QUICK``; see bench/gpu/__main__.py.
+# Those on one GPU, with cases ``GPU`` and ``GPU_QUICK``; see bench/gpu/__main__.py.
 GPU = {
     "gpu.micro_batch": "bench.micro_batch",
     **{

@@ -18,7 +18,7 @@ Turn = Callable[[], tuple[float, tuple[int, ...]]]  # Returns seconds and new to
 
 
 def parameters(sizes: Sizes) -> int:
-    """Of the tied embedding, attention and MLP; norms are left out."""
+    """Parameters of the tied embedding, attention and MLP; norms are left out."""
     width = sizes.llama_width
     return sizes.llama_vocabulary * width + sizes.llama_layers * 12 * width**2
 

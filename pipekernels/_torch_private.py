@@ -146,7 +146,7 @@ def are_parametrizations_cached() -> bool:
 
 active_ddp = nn.parallel.DistributedDataParallel._get_active_ddp_module
 """The ``DistributedDataParallel`` whose forward runs, if any: for layers that not all of its ranks
-hold alike. torch.compile asks it as well."""
+hold in the same way. torch.compile asks it as well."""
 
 # ---- forward mode, torch.func ----
 

@@ -74,7 +74,7 @@ _REDUCTIONS = {
 _UNSCALED = {op: name for op, name in _REDUCTIONS.items() if op != dist.ReduceOp.PREMUL_SUM}
 
 
-# Of one tensor, in one native call of the given ones; they return whether it was made.
+# Calls on one tensor, made by one of the given native calls, which return whether they made it.
 
 
 def _all_reduce_at_once(native: Native, opts: Any, tensors: Any) -> bool:
@@ -115,7 +115,7 @@ def _collective(
         name: of this method in groups for other tensors; that of ``steps`` if it is empty.
         arguments: how many come before the options.
         decisive: the lists of tensors that decide on the group, the same on all ranks.
-        single: the arguments are no lists of tensors.
+        single: the arguments are not lists of tensors.
     """
 
     def make(steps: Callable[..., Steps]) -> Callable[..., dist.Work]:

@@ -3,7 +3,7 @@
 Every rank's tensor of M bytes is read and written at least once, and the tensors of all n ranks are
 in the same memory: an all-reduce moves at least 2 n M bytes. The bound, ``copy``, is one from
 device to device of n M bytes, which moves as many. No link between GPUs is used: this measures the
-kernels, not how several GPUs would perform. Small sizes stay in the L2 cache, in the copy too.
+kernels, not how several GPUs would perform. Small sizes stay in the L2 cache.
 
 * Threads: ranks of one process, each with its own stream. The time of a call on the device is from
   when its last rank may begin until its last rank is done; launches are queued ahead. Every rank

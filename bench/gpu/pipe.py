@@ -66,7 +66,7 @@ def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Case:
-    """A model, its data, and steps of several kinds on weights of their own."""
+    """A model, its data, and steps of several kinds on their own weights."""
 
     def __init__(self, model: str, chunks: int, device: torch.device) -> None:
         width, blocks, heads, context, batch = MODELS[model]

@@ -171,7 +171,7 @@ def of_product(product: Product, names: Sequence[str], options: Options) -> Turn
 
 
 def errors(a: Tensor, b: Tensor, algorithms: list[str]) -> dict[str, float]:
-    """Of each algorithm's result, relative to float64, in the same sample."""
+    """The error of each algorithm's result, relative to float64, in the same sample."""
     rows = torch.randint(len(a), (min(SAMPLED, len(a)),), device=a.device)
     columns = torch.randint(len(b), (min(SAMPLED, len(b)),), device=a.device)
     exact = a[rows].double() @ b[columns].double().t()

@@ -1,6 +1,6 @@
 """``python -m bench.gpu.smoke CASE [--device cpu]``: whether one of the main things works at all.
 
-`make gpu-check` runs each case as a process of its own. Values are small integers, so that results
+`make gpu-check` runs each case as a separate process. Values are small integers, so that results
 are exact.
 """
 

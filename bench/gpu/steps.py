@@ -106,7 +106,7 @@ class Process(Running):
     Args:
         command: what to run.
         environment: added to this process's own.
-        log: if given, receives each line of output at once; ``output`` has all lines too.
+        log: if given, receives each line of output at once; ``output`` has all lines.
     """
 
     def __init__(

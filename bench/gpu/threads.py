@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process and share one GPU, each with a stream of its own."""
+"""Ranks that are threads of this process and share one GPU, each with its own stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def expected(ranks: int, count: int, dtype: torch.dtype, device: torch.device) -
 
 
 class Threads:
-    """Ranks on threads of this process, each with a stream of its own."""
+    """Ranks on threads of this process, each with its own stream."""
 
     def __init__(self, ranks: int, device: torch.device, timeout: float = TIMEOUT) -> None:
         self.ranks = ranks

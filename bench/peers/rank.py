@@ -34,7 +34,7 @@ class Start:
         ranks: their number; each should have a core.
     """
 
-    CELL = 16  # Words: ranks write to cache lines of their own.
+    CELL = 16  # Words: each rank writes to its own cache line.
     LEAD = 5_000  # Nanoseconds from the last arrival to the start.
 
     def __init__(self, path: Path, rank: int, ranks: int) -> None:

@@ -1,6 +1,6 @@
 """The systems whose all-reduce is compared, each as one rank calls it from Python.
 
-Ranks of peers run in virtual environments of their own, so this file imports only NumPy until a
+Ranks of peers run in their own virtual environments, so this file imports only NumPy until a
 system is made. Elements of bfloat16, which NumPy does not have, are stored as their bits.
 """
 

@@ -1,7 +1,7 @@
 """Memory that a training step takes beyond parameters and gradients, by schedule, on CPU stages.
 
-A byte-level GPT in 2 stages. Each candidate is a process of its own, in which every tensor of
-64 KiB or more has pages of its own, mapped and unmapped with it. A turn resets the process's peak
+A byte-level GPT in 2 stages. Each candidate is a separate process, in which every tensor of
+64 KiB or more has its own pages, mapped and unmapped with it. A turn resets the process's peak
 of resident memory, makes a step, and counts how far above its start the peak was. The kernel counts
 in steps of some pages per thread: differences below 0.3 MiB mean nothing.
 

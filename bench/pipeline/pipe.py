@@ -235,5 +235,5 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     others = started(PROCESSES, [name for name in names if name not in here], width, batch)
     runners = {name: found for name, found in (here | others).items() if name in names}
     rounds = (5 if options.quick else 42) * (1 if case == "wide" else 5)
-    # Pipe times its ways to run on its first passes, so the warm-up covers that too.
+    # Pipe times its ways to run on its first passes, so the warm-up covers that.
     return Turns(runners, 4 if options.quick else 7, rounds)

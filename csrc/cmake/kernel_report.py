@@ -20,7 +20,7 @@ KERNEL = re.compile(
     r"(?:(?!Compiling entry function).)*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
     re.DOTALL,
 )
-# Of compile_seconds.py.
+# A line of compile_seconds.py.
 COMPILED = re.compile(
     r"^(?P<file>\S+) took (?P<seconds>[\d.]+) CPU-seconds for (?P<count>\d+) architectures$",
     re.MULTILINE,

@@ -38,7 +38,7 @@ def places(topology: Topology, ranks: int) -> list[Place]:
     cores = topology.cores
     if not 1 <= ranks <= len(cores):
         raise ValueError(
-            f"{ranks} ranks cannot be bound to cores of their own: this process may use "
+            f"{ranks} ranks cannot be bound to their own cores: this process may use "
             f"{len(cores)} cores; start 1 to {len(cores)} ranks, or start them by torchrun, which "
             "does not bind them"
         )

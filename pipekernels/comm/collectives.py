@@ -136,7 +136,7 @@ class Collectives:
 
         Rows ``i * block_rows .. (i + 1) * block_rows - 1`` (fewer in the last block) are complete
         when ``ready[i] >= target``. The tensor is reduced in chunks of consecutive rows, in order,
-        each once it is complete on all ranks; so the writer should finish rows in that order too.
+        each once it is complete on all ranks; so the writer should finish rows in that order.
         The result has the same bits as that of :meth:`all_reduce`.
 
         The writer must run in another stream, and be launched before this call. It stores a block

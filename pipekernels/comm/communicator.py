@@ -59,13 +59,13 @@ class Communicator(Collectives):
     copies. No collective is differentiable; see :mod:`pipekernels.ops`.
 
     On CUDA a rank has one device, that of its first CUDA tensor; several ranks may share a device.
-    The first use of CUDA is a collective of its own, which cannot be captured in a graph; later
+    The first use of CUDA is a separate collective, which cannot be captured in a graph; later
     collectives can. A collective runs in the current stream and returns at once. Ranks that are
     threads wait for each other on the CPU before each launch, and must use different streams on one
     device. Errors on the device are raised by this rank's next call, barrier or
     :meth:`synchronize`; until then all bits of the collective's result are set (NaN, or -1), and
     the CUDA context stays usable. Every such error ends the communicator; between processes of one
-    host, different calls do too.
+    host, different calls do as well.
 
     A graph orders only the work captured in it: the collectives of one communicator must be in one
     stream or otherwise ordered, and so must replays and calls outside of the graph. Ranks that are

@@ -73,7 +73,7 @@ def put_back(dense: Tensor, tensor: Tensor) -> Tensor:
     if dense is tensor:
         mark_changed(tensor)
     else:
-        with torch.inference_mode():  # Allows writes to all tensors, inference tensors too.
+        with torch.inference_mode():  # Allows writes to inference tensors.
             tensor.copy_(dense)
     return tensor
 

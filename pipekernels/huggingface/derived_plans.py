@@ -39,12 +39,12 @@ _log = logging.getLogger(__name__)
 
 RANKS = 2
 MOST_FEATURES = 3000
-"""Of the inputs of all linear layers together: each takes a backward."""
+"""Most input features of all linear layers together: each takes a backward."""
 MOST_TRIALS = 24
-"""Of one group: which attributes to divide."""
+"""Most trials for one group: which attributes to divide."""
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Of a small copy's outputs and gradients, of their largest magnitude: sums in another order."""
+"""Tolerated difference, as a share of the largest magnitude: sums are in another order."""
 
 Reached = dict[nn.Module, Tensor]  # By producer: bool, [its features] or [features, its features].
 

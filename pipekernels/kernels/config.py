@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
             and less shared memory.
         flatten: make tiles and their steps one loop, so that a tile's loads begin during the tile
             before it. No effect on tiles that are shared (split-K) or announced.
-        specialize: give loads, products and stores warps of their own, where ``flatten`` has an
+        specialize: give loads, products and stores their own warps, where ``flatten`` has an
             effect. More warps then run than ``warps``.
         promote: after how many steps the sum in the tensor cores is added to one in float32; 0 if
             the tensor cores keep it.
@@ -176,7 +176,7 @@ for _generation, _stages in ((80, 2), (90, 3), (100, 3)):
         unaligned=Blocks(64, 64, 16, 8, 2),
     )
 
-# Of products by slabs, one per kind, as other blocks could give other bits. Slabs are seldom
+# Blocks of products by slabs, one per kind, as others could give other bits. Slabs are seldom
 # multiples of more than 32, and a path of a tree of sums is to fit in registers.
 SLAB_BLOCKS = {
     "bfloat16": Blocks(64, 32, 32, 4, 4),

@@ -148,12 +148,12 @@ def is_loaded(product: Product, config: Config) -> bool:
 
 
 def are_slabs_loaded(product: Product, slabs: int) -> bool:
-    """Likewise for :func:`launch_slabs`."""
+    """The same for :func:`launch_slabs`."""
     return _key(product, slabs, product.a.shape[1]) in _loaded
 
 
 def _key(product: Product, *constants: Any) -> tuple[Any, ...]:
-    """Of the compiled kernel; the one of slabs depends on their number and size."""
+    """The key of the compiled kernel; that of slabs depends on their number and size."""
     return product.kind, constants, *signature(product[1:])
 
 

@@ -170,7 +170,7 @@ def _parse(
     if any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(f"sizes must be positive integers, got {sizes}")
     if type(promote) is not int or promote < 0 or {type(flatten), type(specialize)} != {bool}:
-        raise ValueError(f"flatten, specialize and promote are no options: {found.blocks}")
+        raise ValueError(f"flatten, specialize and promote cannot be combined so: {found.blocks}")
     checked = {name: _positive(value) for name, value in times.items()}
     return Measurement(Shape(kind, layout, m, n, k), found, **checked, overlaps=pairs)
 

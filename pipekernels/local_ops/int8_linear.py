@@ -35,7 +35,7 @@ def int8_of(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def floats_of(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``weight * scale`` in ``dtype``: the inverse of :func:`int8_of` but for rounding."""
+    """``weight * scale`` in ``dtype``: the inverse of :func:`int8_of` except for rounding."""
     return (weight.float() * scale.unsqueeze(-1)).to(dtype)
 
 

@@ -112,7 +112,7 @@ def _results(
     split: bool, given: list[Tensor], present: list[bool], sizes: Sequence[int], dim: int,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Of an operation on the tensors of a micro-batch that are ``present``; None for others."""
+    """Results for the tensors of a micro-batch that are ``present``; None for others."""
     if split:
         results, present = SPLIT(given, sizes, dim, dtype), present * len(sizes)
     else:

@@ -57,7 +57,7 @@ def sharded_gemm(
         residual: ``[..., n]``, like the result.
         scale_x: for float8 (e4m3) operands: float32, one element, or one per row of x; 1 if
             ``None``.
-        scale_weight: likewise, one per row of ``weight``.
+        scale_weight: the same, one per row of ``weight``.
         out_dtype: of the result of float8 operands; bfloat16 if ``None``.
         algorithm: ``'triton'``, ``'cublas'``, or ``'auto'``: see the module. For float8 ``'auto'``
             uses Triton where the library does not support the operands.

@@ -96,7 +96,7 @@ class Pipe(nn.Module):
         balance: number of layers of each stage. Default: as many stages as there are devices (on a
             CPU-only machine: intra-op threads), with about equal numbers of parameters.
             ``pipekernels.balance.balance_by_time`` measures layers instead;
-            ``pipekernels.plan_pipeline`` chooses chunks, schedule and checkpointing too.
+            ``pipekernels.plan_pipeline`` also chooses chunks, schedule and checkpointing.
         devices: a device per stage; more are ignored. Default: all CUDA devices; the CPU for every
             stage where there is none.
         chunks: most micro-batches per input. A batch of b is cut into ``min(chunks, b)``, of sizes
@@ -196,7 +196,7 @@ class Pipe(nn.Module):
             *inputs: the first layer's arguments: tensors with a dimension ``batch_dim`` of one
                 size, or tuples, lists and dicts of them. Tensors are cut into micro-batches; every
                 micro-batch gets other values, and tensors in ``NoChunk(tensor)``, unsplit.
-            **kwargs: the first layer's keyword arguments, likewise.
+            **kwargs: the first layer's keyword arguments, cut the same way.
 
         Returns:
             What the module returns, on the last stage's device, with tensors of all micro-batches

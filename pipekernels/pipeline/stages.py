@@ -163,7 +163,7 @@ def _check_only_layers(stage: PipelineStage) -> None:
     has_more = stage._parameters or stage._buffers or len(stage._modules) > 1
     if has_forward or has_more or module_has_hooks(stage):
         raise TypeError(
-            f"stage {stage.index} has a forward, parameters, modules or hooks of its own, and the "
+            f"stage {stage.index} has its own forward, parameters, modules or hooks, and the "
             "pipeline runs its layers alone; make a layer of them, stage.add_layer(module)"
         )
 

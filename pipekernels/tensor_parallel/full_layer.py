@@ -58,11 +58,11 @@ def extras_of(layer: nn.Module) -> str | None:
     """What ``layer`` has that a sharded layer would lose (state, forward, hooks), if anything."""
     names = layer.state_dict().keys() - {"weight", "bias"}
     if names:
-        return f"state of its own ({', '.join(sorted(names))})"
+        return f"additional state ({', '.join(sorted(names))})"
     forwards = [layer_class.forward for layer_class in linear_classes()]
     known = is_embedding(layer) or type(layer).forward in forwards
     if not known or "forward" in vars(layer):
-        return "a forward of its own"
+        return "an overridden forward"
     return "hooks" if is_hooked(layer) else None
 
 

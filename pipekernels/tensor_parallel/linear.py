@@ -91,7 +91,7 @@ class ShardedLinear(ShardedLayer):
 
         Raises:
             TypeError: ``linear`` is neither, is a lazy one without a shape yet, or has a
-                parametrization, an adapter, hooks or a forward of its own; or ``device`` or
+                parametrization, an adapter, hooks or an overridden forward; or ``device`` or
                 ``dtype`` is given.
             ValueError: as for the constructor.
         """

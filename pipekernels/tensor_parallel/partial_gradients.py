@@ -107,7 +107,7 @@ def check_gradients(layer: str) -> None:
         layer: name of the row-parallel layer, for the error.
 
     Raises:
-        RuntimeError: there is one, without a hook of its own.
+        RuntimeError: there is one without a hook.
     """
     stack = [current_node()]
     seen = set(stack)

@@ -1,6 +1,6 @@
 """The products of sharded layers, each of which chooses once how it is computed.
 
-On CPUs, a few rows without derivatives have a kernel of their own
+On CPUs, a few rows without derivatives have their own kernel
 (:mod:`pipekernels.local_ops.skinny_gemm`), all else is the library's. On GPUs see
 :mod:`pipekernels.local_ops.sharded_gemm`; a product whose result is summed over ranks may also
 overlap the sum (:mod:`pipekernels.tensor_parallel.overlap`).

@@ -101,7 +101,7 @@ def load_full_optimizer_state_dict(
         module: the model, with or without sharded layers.
         optimizer: of the same class as the one that was saved.
         state_dict: the same on every rank; not changed. ``optimizer.state_dict()`` of the model
-            without shards serves, too: it has numbers for parameters instead of names.
+            without shards can be loaded as well: it has numbers for parameters instead of names.
 
     Raises:
         TypeError: a sharded layer has a parametrization or a mask.

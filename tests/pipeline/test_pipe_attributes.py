@@ -183,9 +183,9 @@ WITH_HOOK.register_forward_hook(lambda module, inputs, output: output * 2)
     ("arguments", "error", "message"),
     [
         ({"module": nn.Linear(1, 1)}, TypeError, "nn.Sequential, not Linear"),
-        ({"module": Residual(nn.Tanh())}, TypeError, "the Residual has a forward of its own"),
-        ({"module": WITH_SCALE}, TypeError, "has parameters or buffers of its own"),
-        ({"module": WITH_HOOK}, TypeError, "the Sequential has hooks of its own"),
+        ({"module": Residual(nn.Tanh())}, TypeError, "the Residual has its own forward"),
+        ({"module": WITH_SCALE}, TypeError, "has its own parameters or buffers"),
+        ({"module": WITH_HOOK}, TypeError, "the Sequential has its own hooks"),
         ({"chunks": 0}, ValueError, "chunks is 0"),
         ({"chunks": -1}, ValueError, "chunks is -1"),
         ({"chunks": 1.5}, ValueError, "chunks is 1.5"),

@@ -19,7 +19,7 @@ constexpr std::chrono::milliseconds kPollInterval{20};
 
 // How often a rank polls a signal before it sleeps: first in a tight loop, then yielding its core
 // between polls. Ranks that share cores only yield, since the awaited peer may need this very core.
-// A rank with a core of its own should not yield while its peers work in the same collective, which
+// A rank with its own core should not yield while its peers work in the same collective, which
 // takes some 10 us at most: another process could take the core for milliseconds.
 constexpr int kSpinsFirst = 200;  // In the first wait of a collective.
 constexpr int kSpins = 1000;      // In later waits.

@@ -41,7 +41,7 @@ Wide load_int8(const int8_t* source) {
 
 int64_t vectors(int64_t inner) { return (inner + kLanes - 1) / kLanes; }
 
-// Of a row, filled up with zeros to whole vectors.
+// The size of a row, filled up with zeros to whole vectors.
 size_t widened_bytes(int64_t inner) { return vectors(inner) * sizeof(Wide); }
 
 // Sums of kRows rows of `x`, row_floats apart, times one row of the weight.

@@ -29,8 +29,8 @@ struct SkinnyGemmKernels {
 
 const SkinnyGemmKernels& skinny_gemm_kernels(DType dtype, Isa isa);
 
-// Of weights of int8; `dtype` is that of `x`. They have no partial products, and take no other
-// dtypes than float32 and bfloat16: null.
+// For weights of int8; `dtype` is that of `x`: float32 or bfloat16, else null. They have no partial
+// products.
 const SkinnyGemmKernels* int8_gemm_kernels(DType dtype, Isa isa);
 
 // Memory that a thread keeps between calls. Vectors that straddle cache lines would take twice as

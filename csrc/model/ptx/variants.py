@@ -1,4 +1,4 @@
-"""The ways to break a protocol that its text lists, each as a program of its own.
+"""The ways to break a protocol that its text lists, each as a separate program.
 
 After an instruction, ``! drop`` leaves it out (a barrier, for all threads of the CTA),
 ``! relaxed`` and so on give it another order, ``! gpu`` and so on another scope, and

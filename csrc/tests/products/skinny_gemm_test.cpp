@@ -88,7 +88,7 @@ std::vector<Element> slabs_of(const std::vector<Element>& all, int64_t rows, int
   return some;
 }
 
-// The sum over slabs begin to end - 1 as the documentation defines it, each by a call of its own.
+// The sum over slabs begin to end - 1 as the documentation defines it, each by its own call.
 template <class Type>
 std::vector<typename Type::Accumulator> tree_sum(DType dtype, Isa isa, int64_t rows,
                                                  const std::vector<typename Type::Element>& x,

@@ -1,4 +1,4 @@
-"""How processes come to share memory with those of their host, and connect to other hosts.
+"""How processes share memory with those of their host, and connect to other hosts.
 
 The first rank of each host creates a memory file and passes its descriptor to each peer over a Unix
 socket in the abstract namespace. So nothing has a name in the file system, and nothing remains when

@@ -115,7 +115,7 @@ class Group(dist.ProcessGroup):
         """
 
         def run() -> None:
-            with torch.inference_mode():  # Allows writes to all tensors, inference tensors too.
+            with torch.inference_mode():  # Allows writes to inference tensors.
                 body()
 
         def run_on_thread() -> None:

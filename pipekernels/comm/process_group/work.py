@@ -53,7 +53,7 @@ class Work(dist.Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        # Raise an error from a callback: only then C++ sees it as an error too.
+        # Raise an error from a callback: only then does C++ see it as an error.
         ended: torch.futures.Future[None] = torch.futures.Future()
         answer = ended.then(functools.partial(_await, self._call, self._results))
         caller = threading.get_ident()

@@ -54,7 +54,7 @@ class Engine:
     With stages on CUDA devices, a backward runs on autograd's thread for the output's device. While
     that thread waits for another device, it may start the backward of another mini-batch of this
     pipe before the first one has ended. Mini-batches on CUDA therefore share nothing that a
-    backward changes: each has aliases of its own, and restores those that it replaced.
+    backward changes: each has its own aliases, and restores those that it replaced.
 
     Args:
         partitions: the stages.

@@ -61,7 +61,7 @@ class Outputs:
             raise ValueError(
                 f"{self._source} returned {len(outputs.tensors)} tensors for micro-batch {m} and "
                 f"{len(self._gathers)} before, or put them together in another way; all "
-                "micro-batches must be alike"
+                "micro-batches must return the same structure"
             )
         for i, (tensor, wants) in enumerate(zip(outputs.tensors, outputs.wants_grad, strict=True)):
             self._gathers[i].write(m, tensor)

@@ -183,13 +183,13 @@ class Audited(Runner):
 
     def in_backward(self) -> AbstractContextManager[Any]:
         # A layer that recomputes its forward restores the state of the process-wide generator,
-        # which other lanes use too.
+        # which other lanes also use.
         observed = self._observed
         return entered(BackwardWatch(observed.note_hidden_randomness, observed.note_restores))
 
 
 class Lanes(Runner):
-    """Runs each lane of the program on a thread of its own, the last one on the calling thread.
+    """Runs each lane of the program on its own thread, the last one on the calling thread.
     When an action raises, the other lanes stop at their next action, and the first exception is
     raised here, with its traceback."""
 

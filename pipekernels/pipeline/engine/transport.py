@@ -3,7 +3,7 @@
 A stage computes on the stream that was its device's current one in the forward, so a device runs
 its stages in the order of issue, and the caller needs no synchronisation before or after. The run
 keeps these streams, because its backward may be called from another thread, of autograd or of the
-user, with other current streams. Copies have streams of their own (``device/edge.py``): a copy is
+user, with other current streams. Copies have their own streams (``device/edge.py``): a copy is
 issued right after the stage that made its source, and the receiving stage waits for it before it
 runs.
 """

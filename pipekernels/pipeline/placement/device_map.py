@@ -265,7 +265,7 @@ def _check(modules: Mapping[str, nn.Module], placed: Mapping[str, _Devices]) -> 
 def _called(
     modules: Mapping[str, nn.Module], placed: Mapping[str, _Devices]
 ) -> dict[nn.Module, _Devices]:
-    """The modules whose calls move tensors: those placed, but for ModuleLists and ModuleDicts the
+    """The modules whose calls move tensors: those placed, except ModuleLists and ModuleDicts the
     modules in them."""
     named = dict(placed)
     called: dict[nn.Module, _Devices] = {}

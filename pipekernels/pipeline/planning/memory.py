@@ -33,7 +33,7 @@ def measure_bytes(module: nn.Sequential, sample: Any, device: torch.device) -> l
 
 
 class LiveStorages(TorchDispatchMode):
-    """Watches the storages that operations make while it is active, but for those of ``known``."""
+    """Watches the storages that operations make while it is active, except those of ``known``."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()

@@ -168,7 +168,7 @@ def plan_pipeline(
         schedules: names of the schedules to choose from. Default: all that ``Pipe.train_step``
             knows. For a pipe that is called and followed by ``backward()``: ``["gpipe"]``.
         param_scale: how many times trainable parameters are held; 2 counts them and their
-            gradients, 4 Adam's state too.
+            gradients, 4 also Adam's state.
         timeout: seconds to spend on timing layers.
 
     Raises:

@@ -72,7 +72,7 @@ def execute_pipeline(
         model_axis_name: the mesh dimension whose ranks hold the stages.
         mesh: a mesh with this dimension. Default: the enclosing one (``with mesh:``).
         replicated_axis_names: mesh dimensions whose ranks work on the same activations, as in
-            tensor parallelism. Ranks that differ in these alone, and are seeded alike, draw the
+            tensor parallelism. Ranks that differ in these alone, and use one seed, draw the
             same random numbers.
         kwargs: more keyword arguments of the module, passed whole with every micro-batch.
 
@@ -202,7 +202,7 @@ class PipelineModule(nn.Module):
 
     Every rank makes its stage by calling ``module_fn``, with random numbers that depend on the
     stage and on one number drawn from the rank's default CPU generator. So parameters differ
-    between stages, and agree between ranks of one stage that are seeded alike.
+    between stages, and agree between ranks of one stage that use one seed.
 
     Args:
         model_axis_name: the mesh dimension whose ranks hold the stages.
@@ -218,7 +218,7 @@ class PipelineModule(nn.Module):
     Raises:
         ValueError: ``num_microbatches`` is not an integer of at least 1; or there is no mesh, or it
             lacks a dimension or this rank.
-        TypeError: ``module_fn`` did not return an ``nn.Module``, or ``mesh`` is no ``DeviceMesh``.
+        TypeError: ``module_fn`` did not return an ``nn.Module``; ``mesh`` is not a ``DeviceMesh``.
     """
 
     def __init__(

@@ -138,7 +138,7 @@ class Passage:
         self.wants_grad = isinstance(batch, Tensor) and batch.requires_grad
         """Whether the micro-batches have gradients."""
         self.features = features
-        """Of the results."""
+        """The features of the results."""
         self._device = axis.device
         self._count = count
         self._batch = batch

@@ -169,6 +169,6 @@ class OtherRandom:
                 if not _equal(end, after) and not _equal(end, before):
                     raise RuntimeError(
                         "several stages have begun to draw random numbers from Python's random, "
-                        "NumPy or a generator of their own, at the same time; run this mini-batch "
+                        "NumPy or another generator, at the same time; run this mini-batch "
                         "again, and the pipe will keep to one thread"
                     )

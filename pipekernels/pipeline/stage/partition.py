@@ -34,14 +34,14 @@ def check_sequential(module: nn.Module) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be an nn.Sequential, not {kind}")
     more = {
-        "a forward": type(module).forward is not nn.Sequential.forward or "forward" in vars(module),
+        "forward": type(module).forward is not nn.Sequential.forward or "forward" in vars(module),
         "parameters or buffers": module._parameters or module._buffers,
         "hooks": module_has_hooks(module),
     }
     for what, there in more.items():
         if there:
             raise TypeError(
-                f"the {kind} has {what} of its own, beyond its layers, and the stages would not "
+                f"the {kind} has its own {what}, beyond its layers, and the stages would not "
                 "have them; make a layer of it, nn.Sequential(module, ...)"
             )
 

@@ -156,7 +156,7 @@ class Average:
         if part.dim() > 0:
             raise ValueError(
                 f"a tensor of shape {tuple(part.shape)} was returned for micro-batch {m} where a "
-                "scalar was before; all micro-batches must be alike"
+                "scalar was before; all micro-batches must return the same structure"
             )
         self._parts[m] = part.detach()
 

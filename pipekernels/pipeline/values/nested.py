@@ -37,7 +37,7 @@ class Container(NamedTuple):
             if isinstance(value, dict):
                 value[name] = entry
             else:
-                object.__setattr__(value, name, entry)  # Works for frozen dataclasses, too.
+                object.__setattr__(value, name, entry)  # Also for frozen dataclasses.
         return value
 
 

@@ -58,7 +58,7 @@ def register_split(kind: type, split: Split) -> None:
     """
     if not isinstance(kind, type) or kind in (tuple, list, dict) or issubclass(kind, torch.Tensor):
         raise TypeError(
-            f"kind is {kind!r}; it must be a class of its own, not one of tensors or plain "
+            f"kind is {kind!r}; it must be a separate class, not one of tensors or plain "
             "containers, which are cut by their rows"
         )
     _splits[kind] = split

@@ -51,7 +51,7 @@ def check_own_parameters(module: nn.Module, name: str) -> None:
         raise ValueError(
             f"invariant=True: {name!r} ({type(module).__name__}), between column- and row-parallel "
             "layers, has modules with parameters in it, whose gradients could not be summed in "
-            "every order alike; name these modules in the plan instead"
+            "every order in the same way; name these modules in the plan instead"
         )
 
 
@@ -120,7 +120,7 @@ class _Rows(torch.autograd.Function):
                 raise RuntimeError(
                     f"invariant=True: the gradients of {type(module).__name__}, between column- "
                     "and row-parallel layers, need it to take parameters that are repeated for "
-                    f"every row, but: {error}; apply them in an operation of their own, freeze "
+                    f"every row, but: {error}; apply them in a separate operation, freeze "
                     "them by .requires_grad_(False), or do without invariant"
                 ) from error
         grad_x, *terms = torch.autograd.grad(output, [x, *rows], grad)

@@ -78,7 +78,7 @@ class Invariant(Plain):
     def check_attention() -> None:
         raise ValueError(
             "invariant=True does not support nn.MultiheadAttention; leave it whole, or use "
-            "attention with linear layers of its own"
+            "attention with separate linear layers"
         )
 
     @staticmethod

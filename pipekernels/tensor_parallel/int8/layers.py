@@ -29,7 +29,7 @@ from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 
 def _scale(weight: Tensor, comm: Communicator | None) -> Tensor:
-    """Of each row of ``[..., n, k]``, over the ranks of ``comm``. Rows of zeros have one of 1."""
+    """The scale of each row of ``[..., n, k]``, over the ranks of ``comm``; 1 for rows of zeros."""
     largest = weight.abs().amax(-1).float()
     if comm is not None:
         largest = comm.all_reduce(largest, "max")
@@ -45,7 +45,7 @@ class _Int8Layer(ShardedLayer):
     """Base of both: scales stay float32 whatever the model is converted to."""
 
     float_dtype: torch.dtype
-    """Of the weights of the full layer."""
+    """The dtype of the full layer's weights."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = {n: p.data for n, p in self._parameters.items() if p is not None and "scale" in n}

@@ -24,7 +24,7 @@ def quantize_weights(model: Model) -> Model:
 
     A collective: all ranks call it, after :func:`tensor_parallelize` and after loading. The model's
     parameters no longer require gradients. What stays in floats: layers that are whole, embeddings
-    (an output head that shares its weight with one gets a weight of its own), sharded
+    (an output head that shares its weight with one gets its own), sharded
     ``nn.MultiheadAttention``, and experts that take hidden states sorted by experts (Llama 4).
 
     The state_dict has ``weight`` in int8, ``[out_features, in_features]``, and ``scale`` in

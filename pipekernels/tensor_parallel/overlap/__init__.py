@@ -1,7 +1,7 @@
 """A row-parallel product whose all-reduce begins while the product is computed. Experimental.
 
 The kernel of :mod:`pipekernels.kernels.sharded_gemm` runs on some of the multiprocessors and
-announces each finished block of rows. On the others, in a stream of its own, the communicator
+announces each finished block of rows. On the others, in its own stream, the communicator
 reduces the announced blocks. The results are bitwise those without overlap.
 
 Which products gain is measured by ``pipekernels tune``
@@ -32,7 +32,7 @@ REDUCING_BLOCKS = 8  # Thread blocks of a reduction that was not measured.
 
 def ranks_that_overlap(comm: Communicator, device: torch.device) -> int:
     """Over how many ranks ``'auto'`` may sum a product meanwhile; 1 if it may not. A collective at
-    the first call: the ranks must decide alike."""
+    the first call: all ranks must decide the same."""
     if comm.world_size == 1:
         return 1
     key, is_captured = (comm.handle, device), torch.cuda.is_current_stream_capturing()

@@ -30,7 +30,7 @@ from pipekernels.tensor_parallel.partial_gradients import (
     sum_gradients,
 )
 
-# Of a weight, [out_features, in_features], of experts [experts, out_features, in_features].
+# A weight has [out_features, in_features], experts have [experts, out_features, in_features].
 Shape: TypeAlias = tuple[int, ...]
 
 

@@ -51,7 +51,7 @@ def tensor_parallelize(
       ``'packed_column'``, unless its features are grouped by head.
     - A parameter there, such as Qwen3's norms of queries and keys, gets a partial gradient on each
       rank: name its module ``'replicated_with_grad_allreduce'`` to sum them. The first
-      backward raises a RuntimeError if that is missing, unless the parameter has a hook of its own.
+      backward raises a RuntimeError if that is missing, unless the parameter has its own hook.
     - Dropout may differ between ranks there; elsewhere all ranks must draw the same random numbers:
       use one process per rank and the same seed. If the world size does not divide the features, do
       without dropout there: ranks would draw different counts of random numbers and diverge.
@@ -65,7 +65,7 @@ def tensor_parallelize(
       ``'packed_column:64,16,16'`` of these sizes (``blocks`` of the layer).
     - ``'shared_column:2'``: each shard on 2 consecutive ranks (``copies`` of the layer).
 
-    Of other modules:
+    The kinds of other modules:
 
     - ``'embedding'``: a :class:`VocabParallelEmbedding`. Name an output head that shares its weight
       as well: ``'column_gather_output'``, or ``'column'`` for

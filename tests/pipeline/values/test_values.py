@@ -151,7 +151,7 @@ def test_tensors_in_containers_that_pytree_does_not_know() -> None:
 def test_micro_batches_with_outputs_of_different_structure(place: torch.device) -> None:
     odd = FunctionLayer(lambda x: (x, x) if x[0, 0] else {"x": x})
     pipe = pipe_of(nn.Identity(), odd, device=place)
-    with pytest.raises(ValueError, match="all micro-batches must be alike"):
+    with pytest.raises(ValueError, match="all micro-batches must return the same structure"):
         pipe(torch.tensor([[0.0], [1.0]]))
 
 
@@ -282,5 +282,5 @@ def test_what_is_cut_into_another_number_of_parts() -> None:
     with pytest.raises(ValueError, match=r"cuts a Images returned 1 parts for 2 micro-batches"):
         pipe((torch.ones(4, 1), Images()))
     for kind in (list, torch.Tensor, nn.Parameter, 3):
-        with pytest.raises(TypeError, match="it must be a class of its own"):
+        with pytest.raises(TypeError, match="it must be a separate class"):
             register_split(kind, lambda value, sizes: [value])  # type: ignore[arg-type]

@@ -188,11 +188,11 @@ def adapted(linear: nn.Linear) -> nn.Linear:
     [
         (parametrizations.weight_norm, "parametrizations.weight.original0"),
         (partial(prune.l1_unstructured, name="weight", amount=2), "weight_mask, weight_orig"),
-        (adapted, "state of its own \\(lora_a\\)"),
+        (adapted, "additional state \\(lora_a\\)"),
         (hooked, "hooks"),
         (hooked_at_the_weight, "hooks"),
         (stepped_in_backward, "hooks"),
-        (overridden, "a forward of its own"),
+        (overridden, "an overridden forward"),
     ],
 )
 def test_a_layer_with_more_than_a_weight_and_a_bias_is_refused(
@@ -206,7 +206,7 @@ def test_a_layer_with_more_than_a_weight_and_a_bias_is_refused(
     with pytest.raises(TypeError, match=f"'0'.*({what}|ParametrizedLinear)"):
         tensor_parallelize(holder, {"0": "row"}, comm)
     assert holder[0] is layer
-    with pytest.raises(TypeError, match="a forward of its own"):
+    with pytest.raises(TypeError, match="an overridden forward"):
         RowParallelLinear.from_linear(Scaled(4, 4), comm)
 
 

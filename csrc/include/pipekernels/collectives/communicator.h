@@ -160,7 +160,7 @@ class Collective {
   // to which the next call will copy `bytes`, and which peers have read some rounds ago.
   void prefetch_staging(size_t bytes) const;
 
-  // The chunks of rings are counted through all collectives, too.
+  // The chunks of rings are also counted through all collectives.
   uint32_t first_chunk() const { return communicator_.chunks_; }
   void finish_chunks(size_t count) { communicator_.chunks_ += static_cast<uint32_t>(count); }
 

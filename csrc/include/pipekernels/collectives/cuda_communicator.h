@@ -141,7 +141,7 @@ class CudaCommunicator {
   };
 
   void set_up(size_t symmetric_bytes, int most_blocks, CudaCommunicator* parent);
-  // Of an open communicator; without a heap if it is closed.
+  // The heap that a child may share; without one if this communicator is closed.
   SharedHeap shared_heap();
   void agree_on_layout(int most_blocks, SharedHeap& parents);
   void share_memory(size_t symmetric_bytes, const SharedHeap& parents);

@@ -33,8 +33,8 @@ struct TiledCopy {
   uint8_t src_unit, dst_unit;  // bytes
   DType from, to;              // dtypes of the source and the destination; equal: no cast
   bool transposed;             // rows are the source's fastest dimension, so tiles are read by rows
-  // Of a transposed copy of narrow units: how many of them fill 4 bytes, if both tensors can be
-  // accessed so and tiles have whole blocks of pack x pack units; else 1.
+  // How many narrow units of a transposed copy fill 4 bytes, if both tensors can be accessed so
+  // and tiles have whole blocks of pack x pack units; else 1.
   uint8_t pack;
 
   PK_HOST_DEVICE bool casts() const { return from != to; }

@@ -1,4 +1,4 @@
-// Copies of tensors between a CUDA device and another one, or the CPU, in streams of their own.
+// Copies of tensors between a CUDA device and another one, or the CPU, in their own streams.
 #pragma once
 
 #include <cstddef>
@@ -31,8 +31,8 @@ class P2PTicket {
 //
 // Memory. send() reads and writes memory that its caller owns. The caller keeps, until the ticket
 // of the call says that the copies are done (in the order of the streams, or on the CPU):
-//   - the sources on a CUDA device, or the snapshots instead; if send() returns true, those on the
-//     CPU, too;
+//   - the sources on a CUDA device, or the snapshots instead; if send() returns true, also those
+//     on the CPU;
 //   - the targets. Those on a CUDA device come from an allocator that may give a block again to
 //     arriving() once work issued in arriving() so far is done; copies into it wait for that.
 //

@@ -28,7 +28,7 @@ constexpr int kDeviceInputSets = 2;
 constexpr int kDeviceResultSets = 3;
 constexpr int kDeviceRingDepth = 8;
 
-// Of the words that a rank pushes to another; used in turn. See OneShotBlock::pushed().
+// Inboxes for words that a rank pushes to another; used in turn. See OneShotBlock::pushed().
 constexpr int kInboxes = 2;
 constexpr int kPushedCallWords = 5;  // The words of an inbox that tell the call; data follow.
 

@@ -36,7 +36,7 @@ struct alignas(128) RankState {
   Descriptor descriptors[2];
 
   // Whether the rank is in a collective, in which it may access its peers' memory. Written in every
-  // call; on a line of its own, so that the line stays in this rank's cache.
+  // call; on its own line, so that the line stays in this rank's cache.
   alignas(64) std::atomic<uint32_t> inside;
   // If the rank has failed: the number of the first collective in which its data are invalid.
   std::atomic<uint64_t> failed_call;
