@@ -32,7 +32,7 @@ def check_places_once(pids: Sequence[int]) -> None:
 
 def problem(affinities: Sequence[Collection[int]], root: Path = Path("/")) -> str | None:
     """What is wrong with ranks of one host that may run on the CPUs ``affinities``; None if
-    nothing: each has a core of its own, on one memory node or on nodes of its own.
+    nothing: each has its own cores, on one memory node or on its own nodes.
 
     Args:
         affinities: CPU numbers for each rank.
