@@ -15,6 +15,9 @@ from torch.torch_version import TorchVersion
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
+needs_the_backend = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.7", reason="the backend needs torch 2.7"
+)
 
 
 def command_of(program: str) -> tuple[str, list[str]]:
@@ -70,7 +73,7 @@ def test_train_pipeline_tensor_as_a_user_starts_it() -> None:
     assert float(two.split()[-1]) < float(two.split()[0])
 
 
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.7", reason="the backend needs torch 2.7")
+@needs_the_backend
 def test_ddp() -> None:
     printed = run("ddp.py", "--steps", "5")
     two, one = re.findall(r": ((?:\d\.\d{6} ?)+)", printed)
@@ -111,6 +114,54 @@ def test_hosts() -> None:
     all_ranks, one = re.findall(r": +((?:\d\.\d{6} ?)+)", printed)
     assert len(all_ranks.split()) == len(one.split()) == 5
     assert float(all_ranks.split()[-1]) < float(all_ranks.split()[0])
+
+
+@needs_the_backend
+def test_fsdp() -> None:
+    assert_losses_fall("fsdp.py", "2 ranks")
+
+
+@needs_the_backend
+@pytest.mark.full
+def test_hsdp() -> None:
+    program = ROOT / "examples" / "fsdp.py"
+    printed = run_program(program, "--steps", "5", folder=ROOT, ranks=4)
+    assert "2 x 2 ranks: " in printed
+
+
+@needs_the_backend
+def test_dtensor() -> None:
+    loss, one = re.findall(r"2 ranks: (\S+), one process: (\S+)", run("dtensor.py"))[0]
+    assert loss == one
+
+
+@needs_the_backend
+def test_tp_plan() -> None:
+    pytest.importorskip("transformers", minversion="5")
+    assert "one process gives the same" in run("tp_plan.py", "--new", "4")
+
+
+@needs_the_backend
+@pytest.mark.full
+def test_trainer_ddp() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    printed = run("trainer_ddp.py", "--steps", "3")
+    assert "Trainer: DistributedDataParallel on pipekernels, 2 ranks" in printed
+    assert "accelerate: DistributedDataParallel, averaged gradients [1.0]" in printed
+
+
+@needs_the_backend
+def test_lightning_ddp() -> None:
+    pytest.importorskip("lightning")
+    assert_losses_fall("lightning_ddp.py", "pipekernels, 2 ranks")
+
+
+def assert_losses_fall(program: str, who: str) -> None:
+    """The program compares them with those of one process."""
+    printed = run(program, "--steps", "5")
+    first, last = re.findall(rf"{who}: (\S+) to (\S+)", printed)[0]
+    assert float(last) < float(first)
 
 
 def test_ray_train() -> None:
