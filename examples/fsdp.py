@@ -1,4 +1,4 @@
-"""FSDP2 (``fully_shard``) on the backend "pipekernels"; with four ranks HSDP, 2 replicas x 2 shards.
+"""FSDP2 (``fully_shard``) on the backend "pipekernels"; on four ranks HSDP, 2 x 2.
 
     torchrun --nproc-per-node 2 examples/fsdp.py
 
