@@ -73,15 +73,14 @@ def linear_all_reduce(
         ``[..., n]`` in memory that the peers read in place, or its slice.
     """
     out = comm.output((*x.shape[:-1], weight.shape[0]), x)
+    rows, product = (x, out) if x.dim() == 2 else (as_matrix(x), as_matrix(out))
     if x.is_cuda:
-        rows, product = as_matrix(x), as_matrix(out)
         chosen = _choose(rows, weight, product, comm, scatter, algorithm)
         if chosen is not None and chosen.reducing_blocks:
             overlap.gemm_all_reduce(rows, weight, product, comm, chosen)
             return out
         run(chosen, product, rows, weight)
     else:
-        rows, product = as_matrix(x), as_matrix(out)
         torch.mm(rows, weight.t(), out=product)
     return comm.reduce_scatter(out) if scatter else comm.all_reduce(out)
 
