@@ -264,21 +264,17 @@ class RowParallelLinear(ShardedLinear):
         if not compiling and active_ddp() is not None:
             check_data_parallel(self.comm)
         weight: Tensor = self.weight.t() if self.is_transposed else self.weight
-        bias: Tensor | None = self.bias
-        y = None
         trains = weight.requires_grad and torch.is_grad_enabled()
-        if self._may_be_skinny and not (compiling or trains):
-            y = self.arithmetic.skinny_all_reduce(x, weight, self.comm)
+        skinny = self._may_be_skinny and not (compiling or trains)
+        y = self.arithmetic.skinny_all_reduce(x, weight, self.comm) if skinny else None
         if y is None:
             y = self._product(x, weight)
+        bias: Tensor | None = self.bias
         if bias is not None and self.reduce == "reduce_scatter":
             bias = self.arithmetic.bias_of_slices(bias, y, self.comm)
-        if self.skip_bias_add or bias is None:
-            return (y, bias) if self.skip_bias_add else y
-        # In place where that is safe: selective checkpointing may keep ``y``, and a tensor subclass
-        # is a view of the product.
-        in_place = type(y) is Tensor and not compiling and dispatch_mode_count() == 0
-        return y.add_(bias) if in_place else (y + bias).to(y.dtype)
+        if self.skip_bias_add:
+            return y, bias
+        return y if bias is None else _with_bias(y, bias)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         features = weight.shape[1] if self.input_is_parallel else self.in_features
@@ -408,6 +404,14 @@ class ColumnParallelLinear(ShardedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather_output={self.gather_output}"
+
+
+def _with_bias(y: Tensor, bias: Tensor) -> Tensor:
+    """``y + bias``, in place where that is safe: selective checkpointing may keep ``y``, and a
+    tensor subclass is a view of the product."""
+    if type(y) is Tensor and not torch.compiler.is_compiling() and dispatch_mode_count() == 0:
+        return y.add_(bias)
+    return (y + bias).to(y.dtype)
 
 
 def _new_linear(
