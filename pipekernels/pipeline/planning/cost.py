@@ -162,7 +162,11 @@ class Forecast:
     def least_seconds(self, stage: int, begin: int, end: int) -> float:
         """A lower bound of the step time if ``stage`` has these layers: the time of its work, and
         that of one micro-batch's forward through earlier stages and backward through them."""
-        return self._latency[begin] + self._work[end] - self._work[begin]
+        return self._latency[begin] + self.stage_seconds(begin, end)
+
+    def stage_seconds(self, begin: int, end: int) -> float:
+        """The time of the work of a stage with these layers on the whole mini-batch."""
+        return self._work[end] - self._work[begin]
 
     def _stage_bytes(self, stage: int, begin: int, end: int) -> int:
         layers, rows, batch = self.model.layers, max(self.setting.rows), sum(self.setting.rows)
@@ -180,7 +184,7 @@ class Forecast:
     def seconds(self, edges: Sequence[int]) -> Callable[[Action], float]:
         """Durations of the actions if stage ``s`` has the layers ``edges[s]`` to
         ``edges[s + 1] - 1``, including the hand-off if another lane sends the input."""
-        model, lane_of = self.model, self.setting.program.lane_of
+        model, program = self.model, self.setting.program
 
         @cache
         def duration(kind: ActionKind, stage: int, rows: int, recomputed: bool) -> float:
@@ -188,14 +192,12 @@ class Forecast:
             forward: float = sum(layer.forward(rows) for layer in own)
             backward: float = sum(layer.backward(rows) for layer in own)
             of_inputs: float = sum(layer.input_backward(rows) for layer in own)
-            if kind == "W":
-                return backward - of_inputs
-            time = {"F": forward, "B": backward, "I": of_inputs}[kind]
-            if recomputed and kind != "F":
+            time = {"F": forward, "B": backward, "I": of_inputs, "W": backward - of_inputs}[kind]
+            if recomputed and kind in ("B", "I"):
                 time += forward
-            giver, edge = (stage - 1, stage) if kind == "F" else (stage + 1, stage + 1)
-            if lane_of.get(giver, lane_of[stage]) != lane_of[stage]:
-                time += model.hand_off(model.layers[edges[edge]].inputs(rows))
+            sender = program.before(Action(kind, stage, 0))
+            if sender is not None and program.lane_of[sender] != program.lane_of[stage]:
+                time += model.hand_off(model.layers[edges[max(sender, stage)]].inputs(rows))
             return time
 
         rows, recomputed = self.setting.rows, self.setting.recomputed

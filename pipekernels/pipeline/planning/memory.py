@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -63,55 +64,48 @@ class _Tally:
     keeps it, and a skip as made by the layer that pops it."""
 
     def __init__(self) -> None:
-        self._returned: list[StorageWeakRef] = []  # By the layer before.
-        self._origin: dict[StorageWeakRef, StorageWeakRef] = {}  # Of inputs, which are clones.
-        self._nbytes: dict[StorageWeakRef, int] = {}
-        self._counted: set[StorageWeakRef] = set()  # The sample; what earlier layers keep.
+        self._counted: list[bool] | None = None
+        """For each input of the next layer, whether an earlier layer keeps it. The caller keeps
+        those of the first layer."""
 
     def count(self, run: LayerRun) -> tuple[Bytes, Outputs]:
         """The bytes of the next layer."""
         weights = [*run.layer.parameters(), *run.layer.buffers()]
         trainable = [p for p in run.layer.parameters() if p.requires_grad]
-        inputs = _nbytes(tensors_in(run.value))
-        received = [_storage(tensor) for tensor in tensors_in(run.value)]
-        entering = _storage_bytes((run.value, run.popped))
-        live = LiveStorages([*tensors_in((run.value, run.popped)), *weights])
+        inputs = tensors_in(run.value)
+        input_bytes = _nbytes(inputs)
+        received = _storage_bytes(inputs)
+        entering = received | _storage_bytes(run.popped)
+        first = self._counted is None
+        counted = set(received)
+        if self._counted is not None:
+            counted = set(compress(map(_storage, inputs), self._counted))
+        live = LiveStorages([*inputs, *tensors_in(run.popped), *weights])
+        del inputs
         with live:
             outputs = run.forward()
         passed_on = detached(cloned(outputs))
         returned = [_storage(tensor) for tensor in tensors_in(outputs[0])]
-        nbytes = entering | _storage_bytes(outputs)
         wanted = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-        grads: list[torch.Tensor] = []
-        root = _Root.apply(grads, *wanted) if wanted else None
+        root = _Root.apply(*wanted) if wanted else None
         one = torch.ones(())
         del outputs, wanted
         # Only the graph is left: the storages alive now are those that the backward needs.
         made = live.alive()
-        freed = {ref for ref in entering if ref.expired()}
-        with live:
-            tensors = tensors_in(passed_on)
-            grads += [torch.ones_like(tensor) for tensor in tensors if tensor.requires_grad]
-            if root is not None:
+        freed = sum(nbytes for ref, nbytes in entering.items() if ref.expired())
+        needed = made | {ref: n for ref, n in entering.items() if not ref.expired()}
+        if root is not None:
+            with live:
                 torch.autograd.backward(root, one)
 
-        if self._nbytes:
-            for ref, before in zip(received, self._returned, strict=True):
-                self._origin[ref] = self._origin.get(before, before)
-        else:  # The first layer, whose input is the sample.
-            self._counted.update(received)
-        self._nbytes = nbytes | made | self._nbytes
-        self._returned = returned
-        needed = made.keys() | (entering.keys() - freed)
-        kept = {self._origin.get(ref, ref) for ref in needed} - self._counted
-        entry = {self._origin[ref] for ref in received if ref in self._origin} - kept
-        self._counted |= kept
+        kept = {ref: nbytes for ref, nbytes in needed.items() if ref not in counted}
+        self._counted = [ref in counted or ref in kept for ref in returned]
         sizes = Bytes(
-            kept=sum(self._nbytes[ref] for ref in kept),
-            entry=sum(self._nbytes[ref] for ref in entry),
-            inputs=inputs,
+            kept=sum(kept.values()),
+            entry=0 if first else sum(n for ref, n in received.items() if ref not in kept),
+            inputs=input_bytes,
             outputs=_nbytes(tensors_in(passed_on[0])),
-            working=live.peak - sum(made.values()) + sum(nbytes[ref] for ref in freed),
+            working=live.peak - sum(made.values()) + freed,
             trainable=_nbytes(trainable),
             constant=_nbytes(weights) - _nbytes(trainable),
         )
@@ -119,17 +113,17 @@ class _Tally:
 
 
 class _Root(torch.autograd.Function):
-    """A scalar that keeps the graph of ``tensors``, not their memory; ``grads`` are set later. Not
+    """A scalar that keeps the graph of ``tensors``, not their memory, and gives them gradients. Not
     gradient edges, which in torch 2.6 do not keep a graph that ends in a custom function."""
 
     @staticmethod
-    def forward(ctx: Any, grads: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.grads = grads
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.layouts = [(torch.empty_like(t, device="meta"), t.device) for t in tensors]
         return torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.grads
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.ones_like(layout, device=device) for layout, device in ctx.layouts)
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:

@@ -32,13 +32,12 @@ STAGES_PER_LANE = 2
 CHUNKS_PER_LANE = 4
 """Default of ``max_chunks``, per lane: the bubble is at most a fifth then (Huang et al., 2019)."""
 CUTS = 16
-"""The most cuts to try for one setting, by time and then by memory, most promising ones first. The
-search ends earlier if no other cut can be better."""
+"""The most cuts to try for one setting; fewer if no other can be better."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a plan; seconds are those of its work on the whole mini-batch."""
+    """One stage of a plan; ``seconds`` is its work on the whole mini-batch, without hand-offs."""
 
     device: torch.device
     layers: int
@@ -76,10 +75,7 @@ class Plan:
     @property
     def peak_bytes(self) -> dict[torch.device, int]:
         """Peak memory of each device."""
-        peaks: Counter[torch.device] = Counter()
-        for stage in self.stages:
-            peaks[stage.device] += stage.peak_bytes
-        return dict(peaks)
+        return _peaks(self.stages)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -140,24 +136,17 @@ def plan_pipeline(
         pipe = plan.build(module)
         loss = pipe.train_step(input, target, loss_fn, **plan.train_arguments)
 
-    A line (fixed cost, cost per row) is fitted to the times and the memory of every layer at three
-    micro-batch sizes, and the cost of passing a micro-batch between lanes is measured once. The
-    module and torch's random numbers are not changed. Then, for every number of chunks, schedule
-    and checkpoint mode, the most promising cuts are simulated.
+    The time and memory of every layer are measured at three micro-batch sizes, and those of other
+    sizes are interpolated linearly. Then, for every number of chunks, schedule and checkpoint mode,
+    the most promising cuts are simulated. The module and torch's random numbers are not changed.
 
-    The prediction is for forward and backward of one mini-batch. The time includes uneven layers,
-    small micro-batches, hand-offs and recomputation; the memory includes parameters, gradients and
-    optimizer state (``param_scale``), buffers, activations of all micro-batches in flight, the
-    largest working memory of a layer, the mini-batch, and its output with a gradient. It is an
-    upper estimate: stages of one device reach their peaks at the same time, gradients of parameters
-    exist from the start, and what two stages share counts twice. The loss and the optimizer's step
-    are left out; the guide lists what else is.
-
-    Layers with collectives cannot be measured, because ranks would run them a different number of
-    times: plan first, then ``tensor_parallelize``.
+    The predicted memory is an upper estimate: parameters, gradients and optimizer state
+    (``param_scale``), buffers, activations of all micro-batches in flight, the largest working
+    memory of a layer, the mini-batch, and its output with a gradient. The loss and the optimizer's
+    step are left out; the guide lists what else is.
 
     Args:
-        module: the layers.
+        module: the layers; without collectives, so plan first, then ``tensor_parallelize``.
         sample: a mini-batch of the size to be trained with: a tensor ``[batch, ...]`` or a tuple,
             list or dict of them, the first layer's argument.
         devices: one per lane, all as fast as the first, where the layers are measured. Default: all
@@ -241,8 +230,8 @@ def choose(
     settings: Iterable[Setting],
     memory_limit: int | None = None,
 ) -> Plan:
-    """The plan with the shortest step that fits into ``memory_limit`` bytes on every one of
-    ``devices``, one per lane; a ValueError if none fits."""
+    """The fastest plan for which each of ``devices``, one per lane, holds at most ``memory_limit``
+    bytes; a ValueError if none fits."""
     limit = inf if memory_limit is None else memory_limit
     best: Plan | None = None
     smallest: tuple[int, Setting, list[int]] | None = None
@@ -250,22 +239,24 @@ def choose(
     for forecast in sorted(forecasts, key=lambda forecast: forecast.least_step):
         if best is not None and forecast.least_step >= best.step_seconds:
             break
-        for bound, peak, lengths in _candidates(forecast, devices, limit):
+        for bound, balance in _candidates(forecast, devices, limit):
             if best is not None and bound >= best.step_seconds:
                 break
+            stages = _stages(forecast, devices, balance)
+            peak = max(_peaks(stages).values())
             if peak <= limit:
-                plan = _predicted(forecast, devices, lengths, memory_limit)
+                plan = _predicted(forecast, stages, memory_limit)
                 if best is None or plan.step_seconds < best.step_seconds:
                     best = plan
             elif smallest is None or peak < smallest[0]:
-                smallest = peak, forecast.setting, lengths
+                smallest = peak, forecast.setting, balance
     if best is None:
         assert smallest is not None
-        peak, setting, lengths = smallest
+        peak, setting, balance = smallest
         raise ValueError(
             f"no plan fits into {memory_limit} bytes ({_size(limit)}) per device; the smallest "
             f"peak found is {peak} bytes ({_size(peak)}), with {setting.schedule}, "
-            f"{len(setting.rows)} chunks, checkpoint {setting.checkpoint!r} and balance {lengths}; "
+            f"{len(setting.rows)} chunks, checkpoint {setting.checkpoint!r} and balance {balance}; "
             "raise memory_limit, allow more chunks, or use more devices or a smaller batch"
         )
     return best
@@ -273,56 +264,56 @@ def choose(
 
 def _candidates(
     forecast: Forecast, devices: Sequence[torch.device], limit: float
-) -> Iterator[tuple[float, int, list[int]]]:
-    """The cuts to try, as (lower bound of the step time, largest peak of a device, length of each
-    stage): those with the lowest bounds, best first, among cuts whose stages each fit into
-    ``limit`` bytes. Then, if none of these fits on the devices, those that need the least memory;
-    their first is optimal if each device has one stage, or one has all."""
-    program, stage_bytes = forecast.setting.program, forecast.stage_bytes
-    n, stages = len(forecast.model.layers), program.stages
+) -> Iterator[tuple[float, list[int]]]:
+    """The balances to try, as (lower bound of the step time, layers of each stage): first the one
+    that needs the least memory (exactly so if each device has one stage, or one device has all),
+    then those with the lowest bounds, best first, whose stages each fit into ``limit`` bytes."""
+    n, stages = len(forecast.model.layers), forecast.setting.program.stages
+    stage_bytes = forecast.stage_bytes
 
     def seconds(stage: int, begin: int, end: int) -> float:
         fits = limit == inf or stage_bytes(stage, begin, end) <= limit
         return forecast.least_seconds(stage, begin, end) if fits else inf
 
-    def peak_of(lengths: Sequence[int]) -> int:
-        peaks: Counter[torch.device] = Counter()
-        for stage, (begin, end) in enumerate(pairwise([0, *accumulate(lengths)])):
-            peaks[devices[program.lane_of[stage]]] += stage_bytes(stage, begin, end)
-        return max(peaks.values())
+    def peak(balance: list[int]) -> int:
+        return max(_peaks(_stages(forecast, devices, balance)).values())
 
-    fits = False
-    for bound, lengths in islice(cuts(n, stages, seconds), CUTS):
-        peak = peak_of(lengths)
-        fits |= peak <= limit
-        yield bound, peak, lengths
-    if not fits:
+    if limit < inf:
         combine = operator.add if len(set(devices)) == 1 else max
-        for _, lengths in islice(cuts(n, stages, stage_bytes, combine), CUTS):
-            yield 0.0, peak_of(lengths), lengths
+        lightest = islice(cuts(n, stages, stage_bytes, combine), CUTS)
+        yield 0.0, min((balance for _, balance in lightest), key=peak)
+    yield from islice(cuts(n, stages, seconds), CUTS)
 
 
-def _predicted(
-    forecast: Forecast, devices: Sequence[torch.device], balance: list[int], limit: int | None
-) -> Plan:
-    setting, program = forecast.setting, forecast.setting.program
-    edges = [0, *accumulate(balance)]
-    seconds = forecast.seconds(edges)
-    simulation = simulate(program, seconds)
-    work = [0.0] * program.stages
-    for action in simulation.start:
-        work[action.stage] += seconds(action)
+def _stages(
+    forecast: Forecast, devices: Sequence[torch.device], balance: Sequence[int]
+) -> tuple[StagePlan, ...]:
     stages = []
-    for stage, (begin, end) in enumerate(pairwise(edges)):
-        device, peak = devices[program.lane_of[stage]], forecast.stage_bytes(stage, begin, end)
-        stages.append(StagePlan(device, end - begin, work[stage], peak))
+    for stage, (begin, end) in enumerate(pairwise([0, *accumulate(balance)])):
+        device = devices[forecast.setting.program.lane_of[stage]]
+        seconds, peak = forecast.stage_seconds(begin, end), forecast.stage_bytes(stage, begin, end)
+        stages.append(StagePlan(device, end - begin, seconds, peak))
+    return tuple(stages)
+
+
+def _peaks(stages: Iterable[StagePlan]) -> dict[torch.device, int]:
+    peaks: Counter[torch.device] = Counter()
+    for stage in stages:
+        peaks[stage.device] += stage.peak_bytes
+    return dict(peaks)
+
+
+def _predicted(forecast: Forecast, stages: tuple[StagePlan, ...], limit: int | None) -> Plan:
+    setting = forecast.setting
+    edges = [0, *accumulate(stage.layers for stage in stages)]
+    simulation = simulate(setting.program, forecast.seconds(edges))
     return Plan(
         schedule=setting.schedule,
-        lanes=len(devices),
+        lanes=len(setting.program.lanes),
         chunks=len(setting.rows),
         checkpoint=setting.checkpoint,
         batch=sum(setting.rows),
-        stages=tuple(stages),
+        stages=stages,
         step_seconds=simulation.makespan,
         bubble=simulation.bubble,
         memory_limit=limit,
@@ -355,14 +346,14 @@ def _devices(devices: Iterable[Device] | None, layer_count: int) -> list[torch.d
 
 
 def _duration(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+    return _in_units(seconds, ("us", 1e-6), ("ms", 1e-3), ("s", 1.0))
 
 
 def _size(nbytes: float) -> str:
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if nbytes >= 2**power:
-            return f"{nbytes / 2**power:.3g} {unit}"
-    return f"{nbytes:.0f} B"
+    return _in_units(nbytes, ("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30))
+
+
+def _in_units(value: float, smallest: tuple[str, float], *larger: tuple[str, float]) -> str:
+    fitting = [smallest, *(unit for unit in larger if value >= unit[1])]
+    name, scale = fitting[-1]
+    return f"{value / scale:.4g} {name}"

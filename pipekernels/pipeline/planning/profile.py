@@ -11,12 +11,11 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from functools import partial
 from itertools import chain
-from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -104,39 +103,19 @@ def measure_hand_off(devices: Sequence[torch.device]) -> list[tuple[int, float]]
     """Time the passing of a micro-batch from one lane to the next, as (bytes, seconds). On CPUs a
     reference goes from thread to thread, between devices bytes are copied, on one accelerator it
     costs nothing. ``devices`` are one per lane."""
-    if all(device.type == "cpu" for device in devices):
-        return [(0, _thread_hand_off())]
-    first = devices[0]
-    other = next((device for device in devices if device != first), None)
-    if other is None:
+    first, other = devices[0], next((d for d in devices if d != devices[0]), None)
+    if other is not None:
+        times = []
+        for nbytes in (2**12, 2**24):
+            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=first)
+            copies = [_timed(partial(tensor.to, other), first, other) for _ in range(COPIES)]
+            times.append((nbytes, min(seconds for _, seconds in copies)))
+        return times
+    if first.type != "cpu":
         return [(0, 0.0)]
-    times = []
-    for nbytes in (2**12, 2**24):
-        tensor = torch.zeros(nbytes, dtype=torch.uint8, device=first)
-        copies = [_timed(partial(tensor.to, other), first, other) for _ in range(COPIES)]
-        times.append((nbytes, min(seconds for _, seconds in copies)))
-    return times
-
-
-def _thread_hand_off() -> float:
-    there: SimpleQueue[bool] = SimpleQueue()
-    back: SimpleQueue[bool] = SimpleQueue()
-
-    def answer() -> None:
-        while there.get():
-            back.put(True)
-
-    def ask() -> None:
-        there.put(True)
-        back.get()
-
-    thread = threading.Thread(target=answer, daemon=True)
-    thread.start()
-    try:
-        return statistics.median(_timed(ask)[1] / 2 for _ in range(HAND_OFFS))
-    finally:
-        there.put(False)
-        thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        round_trips = [_timed(lambda: thread.submit(int).result())[1] for _ in range(HAND_OFFS)]
+    return [(0, statistics.median(round_trips) / 2)]
 
 
 def _timed(call: Callable[[], T], *devices: torch.device) -> tuple[T, float]:
