@@ -1,6 +1,8 @@
-"""Decoding with a Llama on two CPU ranks, against one process and transformers.
+"""Decoding with a Llama, and with a mixture of experts, on two CPU ranks, against one process and
+transformers.
 
-The model has 110 M parameters, in the quick form 37 M. Greedy ``generate`` of transformers with a
+The Llama has 110 M parameters, the mixture 301 M in 8 experts, of which 2 are active; in the quick
+form they have 2 layers. Greedy ``generate`` of transformers with a
 KV cache, one sequence. Every system gives the same number of tokens; in float32 these are checked
 against those of one process.
 
@@ -9,6 +11,7 @@ against those of one process.
   as all below.
 * ``transformers``: its own ``tp_plan="auto"``, on Gloo; then the same on the ``torch.distributed``
   backend ``pipekernels``.
+* ``pipekernels, int8``: ours, with weights of int8 and activations in bfloat16.
 """
 
 from __future__ import annotations
@@ -29,29 +32,53 @@ from bench.report.tables import svg
 RANKS = 2
 PROMPT, NEW = 32, 128
 QUICK_NEW, QUICK_LAYERS = 16, 2
-SHAPE: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
     "num_attention_heads": 12,
     "num_key_value_heads": 12,
     "vocab_size": 32000,
     "tie_word_embeddings": True,
     "pad_token_id": 0,
 }
-CASES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CANDIDATES = dict.fromkeys(
-    CASES,
-    (
-        *("one thread", "two threads", "pipekernels"),
-        *("transformers, Gloo", "transformers, backend pipekernels"),
-    ),
+LLAMA = {"intermediate_size": 2048, "num_hidden_layers": 12}
+EXPERTS = {
+    "intermediate_size": 1536,
+    "num_hidden_layers": 9,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+SHAPES = {"Llama": COMMON | LLAMA, "Mixtral": COMMON | EXPERTS}
+CASES = {
+    "float32": ("Llama", torch.float32),
+    "bfloat16": ("Llama", torch.bfloat16),
+    "int8": ("Llama", torch.bfloat16),
+    "experts, float32": ("Mixtral", torch.float32),
+    "experts, bfloat16": ("Mixtral", torch.bfloat16),
+    "experts, int8": ("Mixtral", torch.bfloat16),
+}
+PLOTTED = "float32", "bfloat16"
+EVERY = (
+    *("one thread", "two threads", "pipekernels"),
+    *("transformers, Gloo", "transformers, backend pipekernels"),
 )
-QUICK = {"float32": ("one thread", "two threads", "pipekernels")}
+CANDIDATES = {
+    **dict.fromkeys(PLOTTED, EVERY),
+    "int8": ("two threads", "pipekernels", "pipekernels, int8"),
+    "experts, float32": ("two threads", "pipekernels"),
+    "experts, bfloat16": ("two threads", "pipekernels"),
+    "experts, int8": ("two threads", "pipekernels", "pipekernels, int8"),
+}
+QUICK = {
+    "float32": ("one thread", "two threads", "pipekernels"),
+    "experts, int8": ("two threads", "pipekernels", "pipekernels, int8"),
+}
 BASE = "two threads"
 CONDITIONS = {
     "model": "Llama, 12 layers of width 768, 12 heads, inner width 2048, 32000 tokens, tied: 110 M "
     "parameters",
+    "experts": "Mixtral, 9 layers of width 768, 12 heads, 8 experts of inner width 1536, 2 active, "
+    "32000 tokens, tied: 301 M parameters",
+    "int8": "activations in bfloat16, as the candidates beside it",
     "work": f"prompt of {PROMPT} tokens, then {NEW} new ones, greedy; seconds per new token",
     "ranks": f"{RANKS} processes of one thread",
     "timing": "slowest rank, candidates in turn, medians over turns",
@@ -59,15 +86,16 @@ CONDITIONS = {
 
 
 @functools.cache
-def saved(new: int, layers: int) -> Any:
+def saved(name: str, new: int, layers: int) -> Any:
     """A folder, until the end of this process, of a model with random weights in float32, and the
     ``new`` tokens that it generates."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    import transformers
 
     folder = tempfile.TemporaryDirectory(dir="/dev/shm")
     torch.manual_seed(0)
-    shape = SHAPE | {"num_hidden_layers": layers}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape)).eval()
+    config = getattr(transformers, f"{name}Config")
+    shape = SHAPES[name] | {"num_hidden_layers": layers}
+    model = transformers.AutoModelForCausalLM.from_config(config(**shape)).eval()
     model.save_pretrained(folder.name)
     Path(folder.name, "tokens.json").write_text(json.dumps(generate(model, new).tolist()))
     return folder
@@ -110,13 +138,17 @@ def _bare(rank: int, port: int, serve: Serve, folder: Path, dtype: torch.dtype, 
     serve_tokens(_loaded(folder, dtype), folder, serve, n)
 
 
-def _pipekernels(rank: int, port: int, serve: Serve, folder: Path, dtype: torch.dtype) -> None:
+def _pipekernels(
+    rank: int, port: int, serve: Serve, folder: Path, dtype: torch.dtype, int8: bool
+) -> None:
     from pipekernels import Communicator
-    from pipekernels.tensor_parallel import tensor_parallelize
+    from pipekernels.tensor_parallel import quantize_weights, tensor_parallelize
 
     join("gloo", rank, RANKS, port)
     with Communicator.from_process_group() as comm:
         model = tensor_parallelize(_loaded(folder, dtype), "auto", comm)
+        if int8:
+            quantize_weights(model)
         serve_tokens(model, folder, serve)
 
 
@@ -130,7 +162,8 @@ def _transformers(
 WORKERS: dict[str, tuple[Any, ...]] = {
     "one thread": (1, _bare, 1),
     "two threads": (1, _bare, RANKS),
-    "pipekernels": (RANKS, _pipekernels),
+    "pipekernels": (RANKS, _pipekernels, False),
+    "pipekernels, int8": (RANKS, _pipekernels, True),
     "transformers, Gloo": (RANKS, _transformers, "gloo"),
     "transformers, backend pipekernels": (RANKS, _transformers, "pipekernels"),
 }
@@ -138,15 +171,17 @@ WORKERS: dict[str, tuple[Any, ...]] = {
 
 def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     """Every candidate."""
-    size = (QUICK_NEW, QUICK_LAYERS) if options.quick else (NEW, SHAPE["num_hidden_layers"])
-    folder = Path(saved(*size).name)
-    return Turns(started(WORKERS, names, folder, CASES[case]), 1, 3 if options.quick else 9)
+    name, dtype = CASES[case]
+    layers = SHAPES[name]["num_hidden_layers"]
+    size = (QUICK_NEW, QUICK_LAYERS) if options.quick else (NEW, layers)
+    folder = Path(saved(name, *size).name)
+    return Turns(started(WORKERS, names, folder, dtype), 1, 3 if options.quick else 9)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Tokens per second: a bar per candidate, an axis per dtype, as an SVG file."""
-    with svg(path, len(CASES), height=2.6) as axes:
-        for axis, case in zip(axes, CASES, strict=True):
+    """Tokens per second: a bar per candidate, an axis per dtype of the Llama, as an SVG file."""
+    with svg(path, len(PLOTTED), height=2.6) as axes:
+        for axis, case in zip(axes, PLOTTED, strict=True):
             found = [row for row in rows if row["case"] == case]
             found.sort(key=lambda row: -row["median"])
             names = [

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bench.decode import QUICK_LAYERS, SHAPE
+from bench.decode import QUICK_LAYERS, SHAPES
 from bench.harness import Options, Turns
 from bench.processes import Processes, Serve, repeated
 
@@ -48,7 +48,7 @@ def _worker(
     from pipekernels import generate_pipelined
 
     torch.manual_seed(0)
-    shape = SHAPE | {"num_hidden_layers": layers}
+    shape = SHAPES["Llama"] | {"num_hidden_layers": layers}
     model = AutoModelForCausalLM.from_config(LlamaConfig(**shape)).to(dtype).eval()
     middle = [f"model.layers.{layers // 2}"]
     prompts = torch.randint(3, 32000, (PROMPTS, LENGTH))
@@ -76,6 +76,7 @@ def _worker(
 
 def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     """Every way."""
-    work = (QUICK_NEW, QUICK_LAYERS) if options.quick else (NEW, SHAPE["num_hidden_layers"])
+    layers = SHAPES["Llama"]["num_hidden_layers"]
+    work = (QUICK_NEW, QUICK_LAYERS) if options.quick else (NEW, layers)
     runners = {way: Processes(1, _worker, CASES[case], way, *work) for way in names}
     return Turns(runners, 1, 3 if options.quick else 5)

@@ -15,7 +15,8 @@ class Line(NamedTuple):
     Attributes:
         work: what is done.
         name: the benchmark, whose result files of all machines are taken.
-        where: fields of the result files' rows of this work; the ranges are over all its cases.
+        where: fields of the result files' rows of this work, or several values of one; the ranges
+            are over all its cases.
         ours: the candidate that is this package.
         instead: the candidates beside it, and how the table calls them.
     """
@@ -27,18 +28,19 @@ class Line(NamedTuple):
     instead: Mapping[str, str]
 
 
+LLAMA = "float32", "bfloat16"  # Cases of decoding.
 WINS = [
     Line(
         "tokens/s of a 110 M Llama, 2 ranks",
         "decode",
-        {},
+        {"case": LLAMA},
         "pipekernels",
         {"two threads": "two threads", "transformers, Gloo": "transformers' own plan on Gloo"},
     ),
     Line(
         "the same, transformers' own plan on this backend",
         "decode",
-        {},
+        {"case": LLAMA},
         "transformers, backend pipekernels",
         {"transformers, Gloo": "on Gloo"},
     ),
@@ -166,7 +168,11 @@ def medians(record: Mapping[str, Any], line: Line) -> list[dict[str, float]]:
     has ours and another."""
     cases: dict[Any, dict[str, float]] = {}
     for row in record["rows"]:
-        if line.where.items() <= row.items() and row["candidate"] in {line.ours, *line.instead}:
+        fits = all(
+            row.get(key) in value if isinstance(value, tuple) else row.get(key) == value
+            for key, value in line.where.items()
+        )
+        if fits and row["candidate"] in {line.ours, *line.instead}:
             cases.setdefault(row.get("case"), {})[row["candidate"]] = row["median"]
     return [each for each in cases.values() if line.ours in each and len(each) > 1]
 
