@@ -135,8 +135,8 @@ def killed() -> str:
     runs = min(row["runs"] for row in rows)
     files = ", ".join(map(_link, found))
     return (
-        f"A rank that is killed is named in an error on all others: the slowest of {runs} on each "
-        f"machine after {low} to {high} ({files})."
+        f"A rank that is killed is named in an error on all others. The slowest of {runs} such "
+        f"errors came after {low} to {high}, depending on the machine ({files})."
     )
 
 

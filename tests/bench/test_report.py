@@ -99,5 +99,5 @@ def test_the_summary_has_the_ratios_of_the_files_that_it_links(line: summary.Lin
 
 def test_the_summary_has_the_slowest_kill_of_each_machine() -> None:
     assert re.search(
-        r"slowest of 1000 on each machine after [\d.]+ ms to [\d.]+ ms", summary.killed()
+        r"slowest of 1000 such errors came after [\d.]+ ms to [\d.]+ ms,", summary.killed()
     )
