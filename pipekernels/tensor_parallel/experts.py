@@ -171,24 +171,33 @@ class ParallelExperts(ShardedLayer):
         flat = chosen.reshape(-1)
         if self.dealt:
             flat = flat - sum(shard_sizes(self.num_experts, self.world_size)[: self.rank])
+            order = ((flat >= 0) & (flat < experts)).nonzero().squeeze(1)
+            y = self._few(x[order // count], flat[order].unsqueeze(1), b1, b2)
         else:
-            y = self._skinny_product(x, first, b1, chosen)
-            if y is not None:
-                inner = self._activated(y).flatten(0, 1)
-                y = self._skinny_product(inner, "down_proj", b2, flat.unsqueeze(1))
+            y = self._few(x, chosen, b1, b2)
             if y is not None:
                 y = y.view(tokens, count, -1) * weights.unsqueeze(-1)
                 return y.sum(1).to(x.dtype)
-        order = torch.argsort(flat, stable=True)
-        if self.dealt:
-            ordered = flat[order]
-            order = order[(ordered >= 0) & (ordered < experts)]
-        rows = torch.bincount(flat[order], minlength=experts).tolist()
-        y = self._product(x[order // count], first, b1, rows)
-        y = self._product(self._activated(y), "down_proj", b2, rows)
+            order = torch.arange(len(flat), device=flat.device)
+        if y is None:
+            order = order[torch.argsort(flat[order], stable=True)]
+            rows = torch.bincount(flat[order], minlength=experts).tolist()
+            y = self._product(x[order // count], first, b1, rows)
+            y = self._product(self._activated(y), "down_proj", b2, rows)
         y = y * weights.reshape(-1, 1)[order]
         pairs = y.new_zeros(tokens * count, y.shape[1]).index_copy(0, order, y)
         return pairs.view(tokens, count, -1).sum(1).to(x.dtype)
+
+    def _few(
+        self, x: Tensor, chosen: Tensor, b1: Tensor | None, b2: Tensor | None
+    ) -> Tensor | None:
+        """Outputs of the experts that rows of ``x`` have chosen, ``[rows * count, H]``, by the
+        kernel for few rows; None where it does not apply."""
+        y = self._skinny_product(x, self.first, b1, chosen)
+        if y is not None:
+            inner = self._activated(y).flatten(0, 1)
+            y = self._skinny_product(inner, "down_proj", b2, chosen.reshape(-1, 1))
+        return None if y is None else y.flatten(0, 1)
 
     def _matrices(self, name: str) -> Tensor:
         """``[E, out, in]``."""

@@ -190,3 +190,20 @@ def test_wrong_arguments_are_refused() -> None:
 
     with pytest.raises(ValueError, match="5"):
         run_threads(6, too_many)
+
+
+@pytest.mark.parametrize("dealt", [False, True], ids=["inside", "dealt"])
+def test_few_tokens_take_one_call_per_product(dealt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    full = Experts(has_bias=True)
+    x, weights = torch.randn(1, HIDDEN, dtype=torch.float64), torch.rand(1, 2).double()
+    chosen = torch.tensor([[0, EXPERTS - 1]])  # One of each rank's.
+    expected = full(x, chosen, weights).detach()
+    monkeypatch.delattr("pipekernels.tensor_parallel.experts.expert_linear")
+
+    def body(comm: Communicator) -> None:
+        layer = ParallelExperts(full, comm, dealt=dealt)
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x, chosen, weights), expected, rtol=0, atol=1e-12)
+
+    run_threads(2, body)
