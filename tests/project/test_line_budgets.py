@@ -34,16 +34,16 @@ BUDGETS = {
     "pipekernels/pipeline/spmd": 900,
     "pipekernels/pipeline/stage": 2_090,
     "pipekernels/pipeline/values": 660,
-    "pipekernels/tensor_parallel": 2_630,
+    "pipekernels/tensor_parallel": 2_640,
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_420,
-    "tests": 31_700,
+    "tests": 31_720,
     "bench": 7_880,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 25_160, "core": 21_320}
+TOTALS = {"pipekernels": 25_170, "core": 21_330}
 
 
 def lines(files: Iterable[Path]) -> int:
