@@ -151,8 +151,11 @@ class _Group(Group):
 
     def _reduce_all(self, opts: Any, tensors: list[Tensor]) -> Steps:
         name, factor = _reduction(opts)
+        native = self._native() if factor is None else None
         yield tensors
         for tensor in tensors:
+            if native is not None and native.all_reduce_flat(tensor, name):
+                continue
             with _flat(tensor) as flat:
                 if factor is not None:
                     flat *= factor
@@ -190,9 +193,11 @@ class _Group(Group):
     def _reduce_scatter_each(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Steps:
         for output, input in zip(outputs, inputs, strict=True):
             self._check_sizes("reduce_scatter", output, input, "input")
+        native = self._native()
         yield outputs
         for output, input in zip(outputs, inputs, strict=True):
-            self._reduce_scatter(output, input, opts)
+            if native is None or not _reduce_scatter_at_once(native, opts, output, input):
+                self._reduce_scatter(output, input, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _collective(
         dist.ReduceScatterOptions, name="reduce_scatter_tensor_coalesced", arguments=2
@@ -252,8 +257,11 @@ class _Group(Group):
     def _all_gather_each(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Steps:
         for output, input in zip(outputs, inputs, strict=True):
             self._check_sizes("all_gather", input, output, "output")
+        native = self._native()
         yield outputs
         for output, input in zip(outputs, inputs, strict=True):
+            if native is not None and native.all_gather_flat(input, output):
+                continue
             row = input.reshape(-1)
             if output.is_contiguous():
                 self._comm.all_gather(row, out=output.view(-1))
@@ -275,10 +283,12 @@ class _Group(Group):
 
     @_collective(dist.BroadcastOptions, at_once=_broadcast_at_once)
     def broadcast(self, opts: Any, tensors: list[Tensor]) -> Steps:
+        native = self._native()
         yield tensors
         for tensor in tensors:
-            with _flat(tensor) as flat:
-                self._comm.broadcast(flat, opts.rootRank)
+            if native is None or not native.broadcast_flat(tensor, opts.rootRank):
+                with _flat(tensor) as flat:
+                    self._comm.broadcast(flat, opts.rootRank)
 
     @_collective(dist.GatherOptions, arguments=2, decisive=slice(1, 2))
     def gather(self, opts: Any, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Steps:

@@ -94,9 +94,13 @@ class Group(dist.ProcessGroup):
 
     def _immediate(self, opts: Any) -> _backend.Communicator | None:
         """Native calls, if one may run at once and no profiler wants to see it."""
-        if getattr(opts, "asyncOp", True) or self._last is not DONE or is_profiler_enabled():
+        if getattr(opts, "asyncOp", True) or self._last is not DONE:
             return None
-        return self._flat_calls
+        return self._native()
+
+    def _native(self) -> _backend.Communicator | None:
+        """Native calls, if no profiler wants to see them."""
+        return None if is_profiler_enabled() else self._flat_calls
 
     def _is_idle(self, opts: Any) -> bool:
         """Whether a call may run at once: the caller waits for it, and no earlier one is left."""
