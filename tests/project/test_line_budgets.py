@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 1_420,
+    "pipekernels": 1_430,
     "pipekernels/balance": 140,
     "pipekernels/binding": 380,
     "pipekernels/comm": 2_030,
     "pipekernels/comm/hosts": 580,
     "pipekernels/comm/join": 580,
-    "pipekernels/comm/process_group": 570,
+    "pipekernels/comm/process_group": 580,
     "pipekernels/device": 700,
     "pipekernels/huggingface": 1_860,
     "pipekernels/kernels": 1_190,
@@ -43,7 +43,7 @@ BUDGETS = {
     "bench": 7_880,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 25_170, "core": 21_330}
+TOTALS = {"pipekernels": 25_190, "core": 21_330}
 
 
 def lines(files: Iterable[Path]) -> int:
