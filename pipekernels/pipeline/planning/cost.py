@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate, chain, compress
+from itertools import accumulate, chain, compress, pairwise
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -159,8 +159,13 @@ class Forecast:
         self.least_step = self._work[-1] / len(setting.program.lanes)
         self.stage_bytes = cache(self._stage_bytes)
 
-    def least_seconds(self, stage: int, begin: int, end: int) -> float:
-        """A lower bound of the step time if ``stage`` has these layers: the time of its work, and
+    def least_seconds(self, balance: Sequence[int]) -> float:
+        """A lower bound of the step time, the largest of the stages'."""
+        edges = pairwise([0, *accumulate(balance)])
+        return max(self.stage_least_seconds(begin, end) for begin, end in edges)
+
+    def stage_least_seconds(self, begin: int, end: int) -> float:
+        """A lower bound of the step time if a stage has these layers: the time of its work, and
         that of one micro-batch's forward through earlier stages and backward through them."""
         return self._latency[begin] + self.stage_seconds(begin, end)
 

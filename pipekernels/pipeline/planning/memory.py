@@ -122,8 +122,10 @@ class _Root(torch.autograd.Function):
         return torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.ones_like(layout, device=device) for layout, device in ctx.layouts)
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        # Held to the end of the backward, as a pipe may hold those that it receives.
+        ctx.grads = tuple(torch.ones_like(layout, device=device) for layout, device in ctx.layouts)
+        return ctx.grads
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:

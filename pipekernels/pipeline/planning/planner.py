@@ -32,7 +32,7 @@ STAGES_PER_LANE = 2
 CHUNKS_PER_LANE = 4
 """Default of ``max_chunks``, per lane: the bubble is at most a fifth then (Huang et al., 2019)."""
 CUTS = 16
-"""The most cuts to try for one setting; fewer if no other can be better."""
+"""The most cuts to try for one setting, by time and by memory."""
 
 
 @dataclass(frozen=True)
@@ -239,17 +239,16 @@ def choose(
     for forecast in sorted(forecasts, key=lambda forecast: forecast.least_step):
         if best is not None and forecast.least_step >= best.step_seconds:
             break
-        for bound, balance in _candidates(forecast, devices, limit):
-            if best is not None and bound >= best.step_seconds:
-                break
+        for balance in _candidates(forecast, devices, limit):
             stages = _stages(forecast, devices, balance)
             peak = max(_peaks(stages).values())
-            if peak <= limit:
+            if peak > limit:
+                if smallest is None or peak < smallest[0]:
+                    smallest = peak, forecast.setting, balance
+            elif best is None or forecast.least_seconds(balance) < best.step_seconds:
                 plan = _predicted(forecast, stages, memory_limit)
                 if best is None or plan.step_seconds < best.step_seconds:
                     best = plan
-            elif smallest is None or peak < smallest[0]:
-                smallest = peak, forecast.setting, balance
     if best is None:
         assert smallest is not None
         peak, setting, balance = smallest
@@ -264,25 +263,22 @@ def choose(
 
 def _candidates(
     forecast: Forecast, devices: Sequence[torch.device], limit: float
-) -> Iterator[tuple[float, list[int]]]:
-    """The balances to try, as (lower bound of the step time, layers of each stage): first the one
-    that needs the least memory (exactly so if each device has one stage, or one device has all),
-    then those with the lowest bounds, best first, whose stages each fit into ``limit`` bytes."""
+) -> Iterator[list[int]]:
+    """The balances to try: those with the lowest bounds of the step time whose stages each fit into
+    ``limit`` bytes, then those that need the least memory. The first of these is optimal if each
+    device has one stage, or one device has all."""
     n, stages = len(forecast.model.layers), forecast.setting.program.stages
-    stage_bytes = forecast.stage_bytes
 
     def seconds(stage: int, begin: int, end: int) -> float:
-        fits = limit == inf or stage_bytes(stage, begin, end) <= limit
-        return forecast.least_seconds(stage, begin, end) if fits else inf
+        fits = limit == inf or forecast.stage_bytes(stage, begin, end) <= limit
+        return forecast.stage_least_seconds(begin, end) if fits else inf
 
-    def peak(balance: list[int]) -> int:
-        return max(_peaks(_stages(forecast, devices, balance)).values())
-
+    fastest = cuts(n, stages, seconds)
+    yield from (balance for _, balance in islice(fastest, CUTS))
     if limit < inf:
         combine = operator.add if len(set(devices)) == 1 else max
-        lightest = islice(cuts(n, stages, stage_bytes, combine), CUTS)
-        yield 0.0, min((balance for _, balance in lightest), key=peak)
-    yield from islice(cuts(n, stages, seconds), CUTS)
+        smallest = cuts(n, stages, forecast.stage_bytes, combine)
+        yield from (balance for _, balance in islice(smallest, CUTS))
 
 
 def _stages(

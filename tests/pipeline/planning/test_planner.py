@@ -172,9 +172,9 @@ def test_predictions_and_their_bounds(
     makespan = simulate(setting.program, forecast.seconds(edges)).makespan
     assert makespan == pytest.approx(step(costs, hand_off, setting, balance))
     assert forecast.least_step <= makespan * (1 + 1e-9)
+    assert forecast.least_seconds(balance) <= makespan * (1 + 1e-9)
     total: Counter[torch.device] = Counter()
     for stage, (begin, end) in enumerate(pairwise(edges)):
-        assert forecast.least_seconds(stage, begin, end) <= makespan * (1 + 1e-9)
         total[DEVICES[setting.program.lane_of[stage]]] += forecast.stage_bytes(stage, begin, end)
     assert total == pytest.approx(peaks(costs, setting, balance, DEVICES))
 
