@@ -43,7 +43,7 @@ BUDGETS = {
     "bench": 7_880,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 25_190, "core": 21_330}
+TOTALS = {"pipekernels": 25_190, "core": 21_340}
 
 
 def lines(files: Iterable[Path]) -> int:
