@@ -27,6 +27,10 @@ const std::byte* address_of(const dlpack::Tensor& tensor) {
   return static_cast<const std::byte*>(tensor.data) + tensor.offset;
 }
 
+bool is_int8(const dlpack::Tensor& tensor) {
+  return tensor.type_code == dlpack::kInt && tensor.type_bits == 8 && tensor.type_lanes == 1;
+}
+
 DType partial_dtype(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
@@ -142,9 +146,8 @@ bool describe_experts(PyObject* const* operands, PyObject* scale, ExpertProduct&
     return false;
   }
   const int dtype = dtype_of(x);
-  const int of_weight = scale == nullptr ? dtype : static_cast<int>(DType::kInt8);
-  if (dtype < 0 || !is_floating(static_cast<DType>(dtype)) || dtype_of(weight) != of_weight ||
-      dtype_of(out) != dtype ||
+  if (dtype < 0 || !is_floating(static_cast<DType>(dtype)) || dtype_of(out) != dtype ||
+      !(scale == nullptr ? dtype_of(weight) == dtype : is_int8(weight)) ||
       !(is_single || dtype_of(chosen) == static_cast<int>(DType::kInt64)) ||
       weight.dims != (is_single ? 2 : 3) || x.dims < 1) {
     return false;

@@ -13,7 +13,12 @@ from test_experts import HIDDEN, LAYOUTS, Experts, routing
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.local_ops.int8_linear import floats_of, int8_linear, int8_of
+from pipekernels.local_ops.int8_linear import (
+    floats_of,
+    int8_linear,
+    int8_of,
+    skinny_int8_expert_linear,
+)
 from pipekernels.tensor_parallel import (
     full_state_dict,
     quantize_weights,
@@ -242,3 +247,18 @@ def test_int8_weights_of_torchao_keep_their_integers(nested: bool) -> None:
         assert all(found[name].equal(wanted[name]) for name in wanted)
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_rows_go_through_the_kernel(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("pipekernels.local_ops.int8_linear._blockwise")
+    weight, x, chosen = torch.randn(3, 5, 8), torch.randn(4, 8).to(dtype), torch.zeros(4, 1).long()
+    scale = scale_of(weight)
+    integers = int8_of(weight, scale)
+    with torch.no_grad():
+        y = int8_linear(x, integers[0], scale[0])
+        by_experts = skinny_int8_expert_linear(x, integers, scale, None, chosen)
+    assert by_experts is not None
+    assert by_experts[:, 0].equal(y)
