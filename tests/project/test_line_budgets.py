@@ -29,7 +29,7 @@ BUDGETS = {
     "pipekernels/pipeline": 690,
     "pipekernels/pipeline/engine": 2_070,
     "pipekernels/pipeline/placement": 540,
-    "pipekernels/pipeline/planning": 1_020,
+    "pipekernels/pipeline/planning": 1_040,
     "pipekernels/pipeline/schedule": 710,
     "pipekernels/pipeline/spmd": 900,
     "pipekernels/pipeline/stage": 2_090,
@@ -43,7 +43,7 @@ BUDGETS = {
     "bench": 7_880,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 25_190, "core": 21_340}
+TOTALS = {"pipekernels": 25_210, "core": 21_360}
 
 
 def lines(files: Iterable[Path]) -> int:
