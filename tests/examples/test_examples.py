@@ -48,6 +48,17 @@ def test_generate(sample: list[str]) -> None:
     assert "lm_head" in printed  # The plan.
 
 
+def test_generate_with_experts() -> None:
+    pytest.importorskip("transformers")
+    printed = run("generate.py", "--new", "8", "--experts", "8")
+    assert "one process gives the same tokens" in printed and "mlp.experts" in printed
+    sharded, whole = map(float, re.findall(r"(\S+) MiB of weights on rank 0", printed))
+    planned = re.search(r"([\d,]+) bytes on each rank, of which one token reads ([\d,]+)", printed)
+    assert planned is not None
+    held, read = (int(text.replace(",", "")) / 2**20 for text in planned.groups())
+    assert abs(held - sharded) <= 0.1 and sharded < 0.6 * whole and read < 0.4 * held
+
+
 def test_generate_with_weights_of_a_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3Config(

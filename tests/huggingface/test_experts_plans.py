@@ -145,6 +145,9 @@ def test_a_plan_shows_experts_of_both_kinds() -> None:
     assert (layer.shape, layer.shard, layer.count) == ((4, 32, 48), (2, 32, 48), 2)
     experts = sum(p.numel() for name, p in full.named_parameters() if "experts" in name)
     assert dealt.full_parameters - dealt.rank_parameters == experts // 2
+    embedded = full.get_input_embeddings().weight.nbytes
+    # Half of the experts are chosen, and half of each parameter's 8 bytes are on this rank.
+    assert dealt.rank_bytes - dealt.token_bytes == 2 * experts + embedded
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from pipekernels._arguments import check_kind, integer
+from pipekernels.tensor_parallel.experts import is_experts
 from pipekernels.tensor_parallel.plan.kinds import LayerKind
 from pipekernels.tensor_parallel.plan.matching import match
 from pipekernels.tensor_parallel.plan.providers import base_of
@@ -42,6 +43,11 @@ class ModelPlan:
     """Number of elements of the model's parameters."""
     rank_parameters: int
     """How many of them rank 0 will hold."""
+    rank_bytes: int
+    """Bytes of those."""
+    token_bytes: int
+    """How many of these bytes a forward of one token reads: of experts that are routed to only
+    those chosen, as many on each rank; of an embedding nothing to speak of."""
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
@@ -59,6 +65,9 @@ class ModelPlan:
         lines.append(
             f"{self.rank_parameters:,} of {self.full_parameters:,} parameters on each of "
             f"{self.world_size} ranks; sent: elements per token and layer"
+        )
+        lines.append(
+            f"{self.rank_bytes:,} bytes on each rank, of which one token reads {self.token_bytes:,}"
         )
         return "\n".join(lines)
 
@@ -80,9 +89,10 @@ def plan_for(
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("plan", plan, (Mapping, str), "a mapping of patterns to kinds, or 'auto'")
     world_size = integer("world_size", world_size)
-    matched = match(base_of(model), plan, world_size)
+    base = base_of(model)
+    matched = match(base, plan, world_size)
     full = sum(parameter.numel() for parameter in model.parameters())
-    saved: dict[Tensor, int] = {}  # Elements that a rank does without; tied ones count once.
+    saved: dict[nn.Parameter, int] = {}  # Elements that a rank does without; tied ones count once.
     groups: dict[tuple[Any, ...], list[str]] = {}
     for module, (name, kind) in matched.layers.items():
         shape = kind.full_shape(module)
@@ -104,7 +114,32 @@ def plan_for(
         sent = kind.sent if isinstance(kind, LayerKind) else ("", "")
         forward, backward = (text.format(*shape) for text in sent)
         layers.append(PlannedLayer(shown, len(names), kind.word, shape, shard, forward, backward))
-    return ModelPlan(world_size, layers, full, full - sum(saved.values()))
+    held = {p: (p.numel() - saved.get(p, 0)) * p.element_size() for p in model.parameters()}
+    unread = 0.0
+    for module, (name, _) in matched.layers.items():
+        if is_experts(module):
+            idle = 1 - _chosen_share(base.get_submodule(name.rpartition(".")[0]), module)
+            unread += idle * sum(held[p] for p in module.parameters())
+    for weight in _only_embedded(model):
+        unread += held[weight]
+    total = sum(held.values())
+    kept = full - sum(saved.values())
+    return ModelPlan(world_size, layers, full, kept, total, total - round(unread))
+
+
+def _chosen_share(block: nn.Module, experts: nn.Module) -> float:
+    """The share of its experts that a token is routed to; 1 if its router does not say."""
+    count = next(p.shape[0] for p in experts.parameters())
+    choices = (getattr(module, "top_k", None) for module in block.modules())
+    return next((choice / count for choice in choices if isinstance(choice, int)), 1.0)
+
+
+def _only_embedded(model: nn.Module) -> set[nn.Parameter]:
+    """Weights of embeddings that no other layer uses."""
+    used: dict[bool, set[nn.Parameter]] = {True: set(), False: set()}
+    for module in model.modules():
+        used[isinstance(module, nn.Embedding)].update(module.parameters(recurse=False))
+    return used[True] - used[False]
 
 
 def _without_numbers(name: str) -> str:

@@ -68,6 +68,7 @@ layer  count  kind                            weight  of a rank  forward       b
 3.1    1      column_gather_output            8x4     4x4        all-gather 8  all-reduce 4
 3.0    1      replicated_with_grad_allreduce  4       4          -             -
 110 of 200 parameters on each of 2 ranks; sent: elements per token and layer
+440 bytes on each rank, of which one token reads 360
 """
     assert str(plan_for(model, 2, plan)) == table.strip()
 
