@@ -38,12 +38,12 @@ BUDGETS = {
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/overlap": 250,
-    "pipekernels/tensor_parallel/plan": 1_420,
-    "tests": 31_740,
+    "pipekernels/tensor_parallel/plan": 1_460,
+    "tests": 31_750,
     "bench": 7_880,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 25_210, "core": 21_360}
+TOTALS = {"pipekernels": 25_240, "core": 21_390}
 
 
 def lines(files: Iterable[Path]) -> int:
