@@ -18,7 +18,7 @@ from bench.harness import Options, Turns
 from bench.processes import Serve, join, repeated, started
 
 RANKS = 2
-CALLS = 1000  # Per turn, and as many before that do not count: woken ranks may begin on one core.
+CALLS = 300  # Per turn, and as many before that do not count: woken ranks may begin on one core.
 SYNCHRONOUS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
 OTHERS = ("async all_reduce", "functional all_reduce", "coalesced all_reduce")
 SIZES = {"1 KiB": 1 << 10, "64 KiB": 1 << 16}

@@ -142,9 +142,11 @@ def killed() -> str:
 
 def _link(record: Mapping[str, Any]) -> str:
     machine = records.machine_name(record["machine"])
-    short = machine.removeprefix("amd-epyc-family-").removesuffix("-2c").replace("-model-", "-")
-    names = {"intel-r-xeon-r-processor": "Xeon"}
-    return f"[{names.get(short, f'EPYC {short}')}](bench/results/{machine}/{record['name']}.json)"
+    short = machine.removesuffix("-2c").replace("-family", "").replace("-model-", "-")
+    for vendor, name in (("amd-epyc-", "EPYC "), ("intel-r-xeon-r-processor", "Xeon")):
+        short = short.replace(vendor, name)
+    short = short.replace("Xeon-", "Xeon ")
+    return f"[{short}](bench/results/{machine}/{record['name']}.json)"
 
 
 def between(figures: list[float]) -> str:
