@@ -141,8 +141,7 @@ bool describe_experts(PyObject* const* operands, PyObject* scale, ExpertProduct&
   dlpack::Tensor out, x, weight, bias, chosen, scales;
   const bool is_single = scale != nullptr && operands[4] == Py_None;
   if (!describe_dense(operands[0], out) || !describe_dense(operands[1], x) ||
-      !describe_dense(operands[2], weight) ||
-      !(is_single || describe_dense(operands[4], chosen))) {
+      !describe_dense(operands[2], weight) || !(is_single || describe_dense(operands[4], chosen))) {
     return false;
   }
   const int dtype = dtype_of(x);
@@ -153,8 +152,8 @@ bool describe_experts(PyObject* const* operands, PyObject* scale, ExpertProduct&
     return false;
   }
   if (scale != nullptr) {
-    const bool is_supported = dtype == static_cast<int>(DType::kFloat32) ||
-                              dtype == static_cast<int>(DType::kBFloat16);
+    const bool is_supported =
+        dtype == static_cast<int>(DType::kFloat32) || dtype == static_cast<int>(DType::kBFloat16);
     if (!is_supported || !describe_dense(scale, scales) ||
         dtype_of(scales) != static_cast<int>(DType::kFloat32) ||
         dlpack::dense_elements(scales) * weight.shape[weight.dims - 1] !=
@@ -190,7 +189,8 @@ bool describe_experts(PyObject* const* operands, PyObject* scale, ExpertProduct&
   return product.rows >= 1 && product.pairs % product.rows == 0;
 }
 
-// expert_product(out, x, weight, bias, chosen, threads[, scale]) -> bool: out[p] = weight[chosen[p]]
+// expert_product(out, x, weight, bias, chosen, threads[, scale]) -> bool: out[p] =
+// weight[chosen[p]]
 // @ x[row of p] + bias[chosen[p]]; with `scale`, weight * scale in place of an int8 weight. It does
 // nothing and returns False unless describe_experts().
 PyObject* expert_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {

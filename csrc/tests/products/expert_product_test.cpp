@@ -85,8 +85,15 @@ void test_int8(Isa isa, int64_t rows, int64_t inner, bool half, bool biased) {
     const void* const b = half ? static_cast<const void*>(half_bias.data()) : bias.data();
     ExpertProduct product{half ? static_cast<void*>(&half_out[1]) : &out[1],
                           half ? static_cast<const void*>(half_x.data()) : x.data(),
-                          weight.data(), biased ? b : nullptr, chosen.data(), rows, rows, kExperts,
-                          kColumns, inner, half ? DType::kBFloat16 : DType::kFloat32,
+                          weight.data(),
+                          biased ? b : nullptr,
+                          chosen.data(),
+                          rows,
+                          rows,
+                          kExperts,
+                          kColumns,
+                          inner,
+                          half ? DType::kBFloat16 : DType::kFloat32,
                           scales.data()};
     expert_product(product, threads, isa);
     CHECK(half ? half_out.front() == 77 && half_out.back() == 77

@@ -15,8 +15,8 @@ namespace pipekernels {
 // `out`. Every row of `x` has as many pairs, which follow each other. A pair has the bits of
 // skinny_gemm().
 //
-// With `scales`, [experts, columns], `weight` is of int8, and stands for weight * scales. The sum is
-// taken in float32, whatever the dtype of `x`, `bias` and `out`, multiplied by the scale, and
+// With `scales`, [experts, columns], `weight` is of int8, and stands for weight * scales. The sum
+// is taken in float32, whatever the dtype of `x`, `bias` and `out`, multiplied by the scale, and
 // rounded once.
 struct ExpertProduct {
   void* out;
