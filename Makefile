@@ -164,7 +164,7 @@ model:
 	$(PYTHON) csrc/model/check.py $(ARGS)
 
 soak: $(BUILT)
-	$(BIN)/python -m bench.soak $(ARGS)
+	cd tests && PYTHONPATH='$(CURDIR)' ../$(BIN)/python -W ignore -m support.sweeps.soak $(ARGS)
 
 # The quick form builds no peers and keeps nothing.
 bench: $(TESTS) $(if $(filter --quick,$(ARGS)),,peers)

@@ -45,12 +45,13 @@ GPU = {
     },
 }
 GPUS = {"nccl": "bench.nccl"}
+OTHERS = {"soak": "bench.report.soak"}  # Tests whose results are on pages.
 OPERATIONS = {"collectives": "all_reduce"}  # What tests are named after, if not the benchmark.
 
 
 def find(name: str) -> ModuleType:
-    """The module of ``name``, a benchmark or ``soak``."""
-    return importlib.import_module((CPU | GPU | GPUS).get(name, f"bench.{name}"))
+    """The module of ``name``."""
+    return importlib.import_module((CPU | GPU | GPUS | OTHERS)[name])
 
 
 def operation(name: str) -> str:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import functools
-import random
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from support.devices import on
 from support.levels import in_gate
 from support.ranks import run_processes, run_threads
-from torch import Tensor, nn
+from support.sweeps.collectives import Call, make, place, same_bits
+from torch import Tensor
 
 from pipekernels import Communicator, ops, reference
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-REDUCIBLE = [*FLOATS, torch.int32, torch.int64]
-OTHERS = [torch.bool, torch.uint8, torch.int16, torch.complex64, torch.float8_e4m3fn]
 ALGORITHMS = ["auto", "one_shot", "two_shot", "ring"]
-OPS = ["sum", "avg", "max", "min"]
-ORDERS = ["rank", "tree"]
-SIZES = [0, 1, 2, 3, 7, 31, 64, 65, 1000, 4099, 70001, 300007]
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
@@ -35,75 +31,25 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randint(0, 100, shape, generator=generator).to(dtype)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    # cat() copies: one strided element counts as contiguous, but cannot be viewed as bytes.
-    bits = [torch.cat([x.cpu().reshape(-1)]).view(torch.uint8) for x in (a, b)]
-    return a.dtype == b.dtype and torch.equal(*bits)
-
-
-def place(
-    comm: Communicator, contents: Tensor, kind: str, shift: int, device: torch.device
-) -> Tensor:
-    """A tensor with ``contents`` in memory of that kind, ``shift`` elements into its storage."""
-    count = contents.numel() + shift
-    empty = comm.empty if kind == "symmetric" else torch.empty
-    tensor = empty(count, dtype=contents.dtype, device=device)[shift:].view(contents.shape)
-    if kind == "strided":
-        tensor = torch.empty((*contents.shape, 2), dtype=contents.dtype, device=device)[..., 1]
-    tensor.copy_(contents)
-    return nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
-
-
 def random_calls(comm: Communicator, seed: int, calls: int, device: torch.device) -> None:
     """Random collectives; all ranks draw the same calls, but each its own kinds of memory."""
-    shared, own = random.Random(seed), random.Random(f"{seed} {comm.rank}")
-    n, me = comm.world_size, comm.rank
-    for call in range(calls):
-        name = shared.choice(["all_reduce"] * 5 + ["reduce_scatter", "all_gather", "broadcast"])
-        dtype = shared.choice(REDUCIBLE if "reduce" in name else REDUCIBLE + OTHERS)
-        op = shared.choice(OPS if dtype.is_floating_point else ["sum", "max", "min"])
-        algorithm, src = shared.choice(ALGORITHMS), shared.randrange(n)
-        order = shared.choice(ORDERS)
-        mixed = ["symmetric", "ordinary", "strided", "parameter"]
-        kinds = shared.choice([["symmetric"], ["ordinary"], mixed])
-        shape: tuple[int, ...] = (shared.choice(SIZES),)
-        if shared.random() < 0.3:
-            shape = (shared.choice([1, 2, 5]), *shape)
-        if name == "reduce_scatter":
-            shape = (n * shape[0], *shape[1:])
-        inputs = [values(shape, dtype, hash((seed, call, rank))) for rank in range(n)]
-        x = place(comm, inputs[me], own.choice(kinds), own.randrange(4), device)
-        if name == "all_reduce":
-            result = comm.all_reduce(x, op, algorithm=algorithm, order=order)
-            expected = reference.all_reduce(inputs, op, order)
-        elif name == "reduce_scatter":
-            result = comm.reduce_scatter(x, op, order=order)
-            expected = reference.reduce_scatter(inputs, op, order)[me]
-        elif name == "all_gather":
-            result = comm.all_gather(x)
-            expected = reference.all_gather(inputs)
-        else:
-            result = comm.broadcast(x, src)
-            expected = reference.broadcast(inputs, src)
-        assert (result is x) == (name in ("all_reduce", "broadcast"))
-        assert result.shape == expected.shape
-        assert same_bits(result, expected), (name, dtype, op, algorithm, order, shape)
-        if result is not x:
-            assert same_bits(x, inputs[me])
+    for i in range(calls):
+        call = Call.draw(1000 * seed + i, comm.world_size)
+        make(comm, replace(call, special=call.special and device.type == "cpu"), device)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_random_calls_on_processes(world_size: int, device: torch.device) -> None:
     # Processes share a GPU by time slices, and wait for theirs several times per call.
-    calls = 120 if device.type == "cpu" else 30
+    calls = 40 if device.type == "cpu" else 10
     run_processes(world_size, on(device, random_calls, world_size, calls, device))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", in_gate([2, 3, 5], [2, 3, 5, 8]))
 def test_random_calls_on_threads(world_size: int, device: torch.device) -> None:
-    run_threads(world_size, on(device, random_calls, 10 + world_size, 120, device))
+    run_threads(world_size, on(device, random_calls, 10 + world_size, 40, device))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""The soak test's own checks detect errors."""
+"""Random collectives: what is drawn, and that their checks detect errors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import random
 
 import pytest
 import torch
+from support.sweeps.collectives import FIELDS, Call, bits, check, contents, draw_different
 
-from bench.soak import mismatches
-from bench.soak.calls import Call, WrongResult, bits, check, contents
-
-pytestmark = [pytest.mark.full, pytest.mark.project]
+pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -21,9 +19,9 @@ def test_one_wrong_bit_is_detected(dtype: torch.dtype) -> None:
     for special in (False, True):
         wrong = right.clone()
         wrong.view(torch.uint8)[137] ^= 1
-        with pytest.raises(WrongResult, match="1 of 999 elements differ"):
+        with pytest.raises(AssertionError, match="1 of 999 elements differ"):
             check(wrong, right, special)
-        with pytest.raises(WrongResult, match="shape"):
+        with pytest.raises(AssertionError, match="shape"):
             check(right[:, None], right, special)
 
 
@@ -31,7 +29,7 @@ def test_only_special_values_may_differ_in_the_sign_of_zero_and_the_bits_of_nan(
     a, b = torch.tensor([0.0, float("nan")]), torch.tensor([-0.0, -float("nan")])
     assert not torch.equal(bits(a), bits(b))
     check(a, b, special=True)
-    with pytest.raises(WrongResult):
+    with pytest.raises(AssertionError):
         check(a, b, special=False)
 
 
@@ -41,7 +39,7 @@ def test_draws_depend_only_on_the_seed_and_cover_everything() -> None:
     assert {call.operation for call in calls} == {
         "all_reduce", "reduce_scatter", "all_gather", "broadcast"
     }  # fmt: skip
-    assert len({call.dtype for call in calls}) == 6 and len({call.op for call in calls}) == 4
+    assert len({call.dtype for call in calls}) == 11 and len({call.op for call in calls}) == 4
     assert {call.order for call in calls} == {"rank", "tree"}
     assert min(torch.Size(call.shape).numel() for call in calls) == 0
     assert any(contents(call, 0).isnan().any() for call in calls)
@@ -51,8 +49,8 @@ def test_draws_depend_only_on_the_seed_and_cover_everything() -> None:
 def test_every_mismatch_differs_somewhere_in_every_call() -> None:
     changes = set()
     for seed in range(500):
-        calls, change = mismatches.draw(random.Random(seed))
+        calls, change = draw_different(random.Random(seed))
         changes.add(change)
         for same_position in zip(*calls, strict=True):
             assert len(set(same_position)) == 2
-    assert changes == set(mismatches.CHANGES)
+    assert changes == {"operation", "order"}.union(*FIELDS.values())

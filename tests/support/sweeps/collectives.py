@@ -1,0 +1,293 @@
+"""Random collectives, checked bit by bit, of ranks that make the same calls, or different ones."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import statistics
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipekernels import Communicator, reference
+from support.ranks import run_processes, run_threads
+
+ALGORITHMS = ("auto", "one_shot", "two_shot", "ring")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int32, torch.int64)
+OTHERS = (torch.bool, torch.uint8, torch.int16, torch.complex64, torch.float8_e4m3fn)
+KINDS = ("ordinary", "symmetric", "strided", "misaligned", "parameter")
+CPU = torch.device("cpu")
+WORLD_SIZES = range(2, 9)
+ELEMENTS = 300_000
+BATCH = 200  # Cases that share a communicator.
+LIMITS: dict[str, Any] = {"timeout": 120.0, "limit": 600.0}
+
+# ---- one call ----
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective, as all ranks make it."""
+
+    operation: str
+    op: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: str
+    src: int
+    kinds: tuple[str, ...] = ("ordinary",)
+    special: bool = False
+    seed: int = 0
+    algorithm: str = "auto"
+
+    @classmethod
+    def draw(cls, seed: int, world_size: int, elements: int = ELEMENTS) -> Call:
+        """The call of this seed; tensors of up to ``elements`` elements, mostly small ones."""
+        generator = random.Random(seed)
+        operation = generator.choice(
+            ["all_reduce"] * 5 + ["reduce_scatter", "all_gather", "broadcast"]
+        )
+        dtype = generator.choice(FLOATS + INTEGERS + OTHERS * ("reduce" not in operation))
+        op = generator.choice(["sum", "sum", "avg", "max", "min"])
+        if dtype in INTEGERS and op == "avg":
+            op = "sum"
+        count = int(elements ** generator.uniform(0, 1)) - generator.choice([0, 0, 0, 1])
+        shape = generator.choice([[count], [count], [3, count // 3], [2, 1, count // 2]])
+        if operation == "reduce_scatter":
+            shape[0] = world_size * (-(-shape[0] // world_size))
+        kinds = generator.choice([("ordinary",), ("symmetric",), KINDS])
+        src, order = generator.randrange(world_size), generator.choice(["rank", "tree"])
+        special = generator.random() < 0.2
+        return cls(operation, op, dtype, tuple(shape), order, src, kinds, special, seed)
+
+    def expected(self, rank: int, world_size: int) -> Tensor:
+        """The oracle's answer for ``rank``."""
+        if self.operation == "broadcast":
+            return contents(self, self.src)
+        inputs = [contents(self, r) for r in range(world_size)]
+        if self.operation == "all_reduce":
+            return reference.all_reduce(inputs, self.op, self.order)
+        if self.operation == "reduce_scatter":
+            return reference.reduce_scatter(inputs, self.op, self.order)[rank]
+        return reference.all_gather(inputs)
+
+    def tensor(self, comm: Communicator, own: random.Random, device: torch.device = CPU) -> Tensor:
+        """This rank's input, in memory that ``own`` picks."""
+        kinds = [kind for kind in self.kinds if device == CPU or kind != "misaligned"]
+        return place(comm, contents(self, comm.rank), own.choice(kinds), own.randrange(8), device)
+
+    def run(self, comm: Communicator, tensor: Tensor) -> Tensor:
+        """Make the call."""
+        if self.operation == "all_reduce":
+            return comm.all_reduce(tensor, self.op, algorithm=self.algorithm, order=self.order)
+        if self.operation == "reduce_scatter":
+            return comm.reduce_scatter(tensor, self.op, order=self.order)
+        if self.operation == "all_gather":
+            return comm.all_gather(tensor)
+        if self.operation == "broadcast":
+            return comm.broadcast(tensor, self.src)
+        comm.barrier()
+        return tensor
+
+
+@functools.lru_cache(maxsize=16)  # Shared by threads, and by the calls of one case.
+def contents(call: Call, rank: int) -> Tensor:
+    """The input of ``rank``: numbers whose sums round; with ``special`` also infinities and NaN."""
+    generator = torch.Generator().manual_seed(call.seed * 64 + rank)
+    dtype = call.dtype
+    if dtype in INTEGERS:
+        limits = torch.iinfo(dtype)
+        return torch.randint(limits.min, limits.max, call.shape, dtype=dtype, generator=generator)
+    if dtype in OTHERS:
+        return torch.randint(0, 100, call.shape, generator=generator).to(dtype)
+    values = torch.randn(call.shape, generator=generator, dtype=torch.float64).to(dtype)
+    if call.special and values.numel() > 0:
+        info = torch.finfo(dtype)
+        odd = [math.inf, math.nan, -math.inf, -0.0, 0.0, info.max, info.tiny / 4]
+        where = torch.randint(values.numel(), (20,), generator=generator)
+        which = torch.randint(len(odd), (20,), generator=generator)
+        values.view(-1)[where] = torch.tensor(odd, dtype=dtype)[which]
+    return values
+
+
+def place(
+    comm: Communicator, values: Tensor, kind: str, shift: int, device: torch.device = CPU
+) -> Tensor:
+    """A copy of ``values`` in memory of that kind, ``shift`` elements or bytes into its storage."""
+    count, dtype = values.numel() + shift, values.dtype
+    if kind == "misaligned" and values.numel() > 0:
+        memory = bytearray(values.nbytes + shift)
+        tensor = torch.frombuffer(memory, dtype=dtype, count=values.numel(), offset=shift)
+        tensor = tensor.view(values.shape)
+    elif kind == "strided":
+        tensor = torch.empty((*values.shape, 2), dtype=dtype, device=device)[..., 1]
+    else:
+        empty = comm.empty if kind == "symmetric" else torch.empty
+        tensor = empty(count, dtype=dtype, device=device)[shift:].view(values.shape)
+    tensor.copy_(values)
+    return nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """All bytes of ``tensor``, in the order of its elements."""
+    # cat() copies: one strided element counts as contiguous, but cannot be viewed as bytes.
+    return torch.cat([tensor.detach().cpu().reshape(-1)]).view(torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def check(result: Tensor, expected: Tensor, special: bool = False) -> None:
+    """Compare bit by bit; with special values zeros may differ in sign, and NaNs in bits."""
+    assert result.shape == expected.shape, f"shape {result.shape} instead of {expected.shape}"
+    if same_bits(result, expected):
+        return
+    result = result.detach().cpu()
+    wrong = result != expected
+    if special:
+        wrong &= ~(result.isnan() & expected.isnan())
+    differ = f"{int(wrong.sum())} of {wrong.numel()} elements differ from the oracle"
+    assert special and not wrong.any(), differ
+
+
+# ---- ranks that agree ----
+
+
+def make(comm: Communicator, call: Call, device: torch.device = CPU) -> int:
+    """Make a call by every algorithm, in other memory each time; the checksum of all results."""
+    expected = call.expected(comm.rank, comm.world_size)
+    own = random.Random(f"{call.seed} {comm.rank}")
+    checksums = set()
+    for algorithm in ways(call):
+        x = call.tensor(comm, own, device)
+        try:
+            result = replace(call, algorithm=algorithm).run(comm, x)
+            check(result, expected, call.special)
+            in_place = call.operation in ("all_reduce", "broadcast")
+            assert (result is x) == in_place, "the result is the input, or is not"
+            assert in_place or same_bits(x, contents(call, comm.rank)), "the input has changed"
+            checksums.add(zlib.crc32(bits(result).numpy()))
+            assert len(checksums) == 1, "the bits differ from those of another run or algorithm"
+        except AssertionError as error:
+            where = f"{algorithm}, rank {comm.rank} of {comm.world_size}"
+            raise AssertionError(f"{where}: {error}; {call}") from None
+    return checksums.pop()
+
+
+def ways(call: Call) -> tuple[str, ...]:
+    """The algorithms by which a call is made."""
+    return (*ALGORITHMS, "auto") if call.operation == "all_reduce" else ("auto", "auto")
+
+
+def make_all(comm: Communicator, calls: Sequence[Call]) -> list[int]:
+    return [make(comm, call) for call in calls]
+
+
+def sums(seed: int, cases: Sequence[int]) -> dict[str, Any]:
+    """A row for all of them, on processes and on threads.
+
+    Raises:
+        AssertionError: a result is wrong; the message has the call.
+    """
+    collectives = 0
+    for n in WORLD_SIZES:
+        own = [case for case in cases if case % len(WORLD_SIZES) + 2 == n]
+        for first in range(0, len(own), BATCH):
+            print(f"sums on {n} ranks, {first} of {len(own)}", file=sys.stderr)
+            calls = [Call.draw(seed * 1_000_000 + i, n) for i in own[first : first + BATCH]]
+            by_processes = run_processes(n, make_all, calls, **LIMITS)
+            by_threads = run_threads(n, lambda comm, calls=calls: make_all(comm, calls), **LIMITS)
+            assert by_processes == by_threads, "processes and threads give different bits"
+            for call, *checksums in zip(calls, *by_processes, strict=True):
+                same = call.operation == "reduce_scatter" or len(set(checksums)) == 1
+                assert same, f"the bits differ between ranks; {call}"
+                collectives += 2 * len(ways(call))
+    outcome = "all bits equal, on all ranks, and to the oracle"
+    return row("one sum on 2 to 8 ranks", len(cases), collectives, outcome)
+
+
+def row(
+    trial: str, runs: int, collectives: int, outcome: str, delays: Sequence[float] = ()
+) -> dict[str, Any]:
+    """What a result file says about a trial."""
+    found = {"trial": trial, "runs": runs, "collectives": collectives, "outcome": outcome}
+    if len(delays) < 2:
+        return found
+    p99 = statistics.quantiles(delays, n=100, method="inclusive")[-1]
+    return {**found, "p50": statistics.median(delays), "p99": p99, "max": max(delays)}
+
+
+# ---- ranks that make different calls ----
+
+DIFFERING = 3  # Ranks, of which one makes another call, or two calls in another order.
+DOMAINS: dict[str, tuple[Any, ...]] = {
+    "operation": ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"),
+    "shape": tuple((DIFFERING * count,) for count in (0, 1, 10, 11, 1000, 100_000, 300_001)),
+    "dtype": (torch.float32, torch.int32, torch.float16, torch.bfloat16, torch.int64),
+    "op": ("sum", "max", "min"),
+    "order": ("rank", "tree"),
+    "algorithm": ALGORITHMS,
+    "src": tuple(range(DIFFERING)),
+}
+# The fields in which calls of an operation differ, by name of the change.
+FIELDS = {
+    "all_reduce": ("shape", "dtype", "op", "order of sums", "algorithm"),
+    "reduce_scatter": ("shape", "dtype", "op", "order of sums"),
+    "all_gather": ("shape", "dtype"),
+    "broadcast": ("shape", "dtype", "src"),
+    "barrier": (),
+}
+
+
+def draw_different(generator: random.Random) -> tuple[list[list[Call]], str]:
+    """The calls of each rank, which differ between ranks, and the name of the change."""
+    call = Call(**{name: generator.choice(domain) for name, domain in DOMAINS.items()})
+    change = generator.choice(sorted([*FIELDS[call.operation], "operation", "order"]))
+    field = {"order of sums": "order", "order": "operation"}.get(change, change)
+    if field == "order":
+        call = replace(call, op="sum")  # An order is that of sums.
+    others = [value for value in DOMAINS[field] if value != getattr(call, field)]
+    other = replace(call, **{field: generator.choice(others)})
+    calls = [[call, other] if change == "order" else [call] for _ in range(DIFFERING)]
+    calls[generator.randrange(DIFFERING)] = [other, call] if change == "order" else [other]
+    return calls, change
+
+
+def differ(comm: Communicator, seed: int, cases: range) -> int:
+    """The number of mismatches, each of which must be reported on this rank."""
+    reported = 0
+    for case in cases:
+        calls, change = draw_different(random.Random(f"{seed} {case}"))
+        for call in calls[comm.rank]:
+            with pytest.raises(ValueError, match="the ranks call different collectives") as caught:
+                call.run(comm, torch.ones(call.shape, dtype=call.dtype))
+            for rank in range(DIFFERING if change != "order" else 0):
+                assert f"rank {rank} {calls[rank][0].operation}" in str(caught.value), calls
+            reported += 1
+        assert comm.all_reduce(torch.ones(5)).tolist() == [DIFFERING] * 5
+    return reported
+
+
+def mismatches(seed: int, cases: int) -> dict[str, Any]:
+    """A row for all cases, half of them on processes.
+
+    Raises:
+        AssertionError: a mismatch was not reported on all ranks.
+    """
+    first, second = range(0, cases, 2), range(1, cases, 2)
+    by_processes = run_processes(DIFFERING, differ, seed, first, **LIMITS)
+    by_threads = run_threads(DIFFERING, lambda comm: differ(comm, seed, second), **LIMITS)
+    for found in (by_processes, by_threads):
+        assert len(set(found)) == 1, f"the ranks count different mismatches: {found}"
+    reported = by_processes[0] + by_threads[0]
+    outcome = "reported on all ranks, which go on"
+    return row("different calls on 3 ranks", cases, reported, outcome)
