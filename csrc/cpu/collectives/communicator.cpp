@@ -98,6 +98,7 @@ Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vect
                                 format_seconds(Seconds(kMaxTimeout)) + ", got " +
                                 format_seconds(timeout_));
   }
+  segment_->touch_buffers(rank_);
 }
 
 Communicator::~Communicator() { close(); }

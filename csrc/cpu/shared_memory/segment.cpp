@@ -72,13 +72,16 @@ std::shared_ptr<Segment> Segment::map(int fd, int world_size) {
   // The following calls are optional: they avoid later page faults, and older kernels lack some.
 #ifdef MADV_POPULATE_WRITE
   madvise(base, sizeof(Agreement) + world_size * sizeof(RankState), MADV_POPULATE_WRITE);
-  for (int rank = 0; rank < world_size; ++rank) {
-    madvise(segment->buffers(rank), kBuffersBytes, MADV_POPULATE_WRITE);
-  }
 #endif
   madvise(segment->heap(0), segment->size() - segment->heaps_, MADV_HUGEPAGE);
   madvise(base, segment->size(), MADV_DONTDUMP);  // A core dump would touch every page.
   return segment;
+}
+
+void Segment::touch_buffers([[maybe_unused]] int rank) const {
+#ifdef MADV_POPULATE_WRITE
+  madvise(buffers(rank), kBuffersBytes, MADV_POPULATE_WRITE);  // Optional, as in map().
+#endif
 }
 
 Segment::~Segment() {

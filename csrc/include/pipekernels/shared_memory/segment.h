@@ -78,6 +78,9 @@ class Segment {
   // Maps the file; the caller may close `fd` afterwards. Throws as create(), and
   // std::runtime_error if the file's size does not match `world_size`.
   static std::shared_ptr<Segment> map(int fd, int world_size);
+  // Allocates the pages of the rank's buffers, on the calling thread's memory node: called by each
+  // rank for its own, which its peers only read.
+  void touch_buffers(int rank) const;
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
