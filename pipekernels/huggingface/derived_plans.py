@@ -95,10 +95,13 @@ def _derive(model: nn.Module, inputs: dict[str, Tensor]) -> Derived:
             continue
         own |= blocks.norms(model)
         plan = {name: own[wild] for name, wild in names.items() if wild in own}
-        for attributes in _trials(model, plan, blocks.count):
-            why = _difference(model, inputs, plan, attributes)
+        split = blocks.split_parameters(model)
+        hooked = {name: split[wild] for name, wild in names.items() if wild in split}
+        trials = _trials(model, plan, blocks.count)
+        for attributes, more in ((a, m) for m in ([{}, hooked] if split else [{}]) for a in trials):
+            why = _difference(model, inputs, plan | more, attributes)
             if why is None:
-                kinds |= own
+                kinds |= own | (split if more else {})
                 for name, keys in attributes.items():
                     divided[names[name]] = tuple(keys)
                 break
@@ -290,6 +293,17 @@ class _Blocks:
                     found[without_numbers(f"{name}.{child}")] = "replicated_with_grad_allreduce"
         return found
 
+    def split_parameters(self, model: nn.Module) -> dict[str, str]:
+        """The kind of modules that own producers and parameters that may count heads."""
+        found = {}
+        for layer in self._producers:
+            name = self._flow.names[layer].rpartition(".")[0]
+            shapes = [p.shape for p in model.get_submodule(name).parameters(recurse=False)]
+            sizes = [next((size for size in shape if size > 1), 1) for shape in shapes]
+            if sizes and not any(size % self.count for size in sizes):
+                found[without_numbers(name)] = "split_parameters"
+        return found
+
     def _sizes(self, blocks: Sequence[int]) -> list[int] | None:
         """Sizes of the layers that are fused into one: each has every block once, in order, all of
         one size. None if the layer is not so."""
@@ -306,9 +320,7 @@ class _Blocks:
         return sizes
 
 
-def _trials(
-    model: nn.Module, plan: Mapping[str, str], blocks: int
-) -> Iterable[dict[str, list[str]]]:
+def _trials(model: nn.Module, plan: Mapping[str, str], blocks: int) -> list[dict[str, list[str]]]:
     """Which attributes to divide, by names of modules: numbers of heads and of their features."""
     heads, sizes = set[str](), set[str]()
     owners: dict[str, nn.Module] = {}
@@ -321,8 +333,7 @@ def _trials(
         parent = name.rpartition(".")[0]
         owners[parent] = model.get_submodule(parent)
     if min(features) == blocks and len(features) == 1:
-        yield {}  # Each feature by itself: there are no heads.
-        return
+        return [{}]  # Each feature by itself: there are no heads.
     for owner in owners.values():
         for key, value in vars(owner).items():
             if type(value) is int and value > 1 and value % blocks == 0:
@@ -330,17 +341,12 @@ def _trials(
                     heads.add(key)
                 elif value in features - {blocks}:
                     sizes.add(key)
-    tried = 0
-    for count in range(3):
-        for some in combinations(sorted(sizes), count):
-            for keys in (heads | set(some), set(some)) if heads else (set(some),):
-                tried += 1
-                if tried <= MOST_TRIALS:
-                    yield {
-                        name: own
-                        for name, owner in owners.items()
-                        if (own := sorted(keys & vars(owner).keys()))
-                    }
+    return [
+        {name: own for name, owner in owners.items() if (own := sorted(keys & vars(owner).keys()))}
+        for count in range(3)
+        for some in combinations(sorted(sizes), count)
+        for keys in ((heads | set(some), set(some)) if heads else (set(some),))
+    ][:MOST_TRIALS]
 
 
 def _difference(

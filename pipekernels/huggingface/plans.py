@@ -32,6 +32,8 @@ class Transformers(PlanProvider):
         plan = ProvidedPlan(carried) if carried else _TABLES.get(getattr(config, "model_type", ""))
         if plan is None:
             plan = derived_plan(model, config)
+        elif carried and not _names_attention(model, carried):
+            plan = _with_derived(model, carried, derived_plan(model, config))
         words = {**_experts(model, plan.words), **_adapted(model, plan.words, config)}
         if not words:
             return None
@@ -59,6 +61,28 @@ def _check_functions(model: nn.Module, plan: Mapping[str, str]) -> None:
                 f"(activation_sparsity={module.activation_sparsity}), of which a rank would have a "
                 "part; leave it whole, in a plan for the attention"
             )
+
+
+def _names_attention(model: nn.Module, carried: Mapping[str, str]) -> bool:
+    names = [n for n, _ in model.named_modules() if "attn" in n or "attention" in n]
+    return any(fnmatchcase(name, pattern) for name in names for pattern in carried)
+
+
+def _with_derived(
+    model: nn.Module, carried: Mapping[str, str], derived: ProvidedPlan
+) -> ProvidedPlan:
+    """A carried plan with what is derived for layers that it does not name."""
+    words = {
+        name: word
+        for name, word in derived.words.items()
+        if not any(fnmatchcase(name, pattern) for pattern in carried)
+    }
+    divided = {
+        owner: keys
+        for owner, keys in derived.divided.items()
+        if any(name.startswith(f"{owner}.") for name in words)
+    }
+    return ProvidedPlan(words | dict(carried), divided)
 
 
 def _experts(model: nn.Module, words: Mapping[str, str]) -> dict[str, str]:

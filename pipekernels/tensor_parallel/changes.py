@@ -25,9 +25,9 @@ def add_forward_pre_hook(module: nn.Module, hook: Any, *, with_kwargs: bool = Fa
     _noted(module).setdefault("_forward_pre_hooks", []).append(handle.id)
 
 
-def add_forward_hook(module: nn.Module, hook: Any) -> None:
-    """``module.register_forward_hook(hook)``."""
-    handle = module.register_forward_hook(hook)
+def add_forward_hook(module: nn.Module, hook: Any, *, always_call: bool = False) -> None:
+    """``module.register_forward_hook``."""
+    handle = module.register_forward_hook(hook, always_call=always_call)
     _noted(module).setdefault("_forward_hooks", []).append(handle.id)
 
 

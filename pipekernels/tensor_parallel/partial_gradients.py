@@ -18,7 +18,7 @@ from pipekernels._torch_private import current_node, has_hooks
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.arithmetic import Plain
 from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
-from pipekernels.tensor_parallel.functional import shard_sizes
+from pipekernels.tensor_parallel.functional import copy_to_ranks, shard_sizes
 
 _OUTPUT_OF_COLUMNS = "pipekernels: output of a column-parallel layer"
 # In the __dict__ of parameters, which a Pipe's aliases share.
@@ -83,6 +83,42 @@ class _SplitOutput:
         return parts[self._comm.rank]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SplitOutput:
+        return self
+
+
+def split_parameters(module: nn.Module, comm: Communicator) -> None:
+    """Let the forward of ``module`` see this rank's part of each of its own parameters, along the
+    first dimension of more than one element, which counts heads. The whole ones are few elements,
+    and stay on every rank, with whole gradients."""
+    hook = _SplitParameters(comm)
+    add_forward_pre_hook(module, hook)
+    add_forward_hook(module, hook.show_whole, always_call=True)
+
+
+class _SplitParameters:
+    """Forward hooks. An entry of ``__dict__`` is found before the parameter of its name."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module.__dict__[name] = self._part(parameter)
+
+    def _part(self, parameter: Tensor) -> Tensor:
+        whole = copy_to_ranks(parameter, self._comm)
+        dim = next((i for i, size in enumerate(parameter.shape) if size > 1), 0)
+        sizes = shard_sizes(parameter.shape[dim], self._comm.world_size)
+        part: Tensor = whole.split(sizes, dim)[self._comm.rank]
+        mark_column_output(part, None)
+        return part
+
+    def show_whole(self, module: nn.Module, *args: object) -> None:
+        for name in module._parameters:
+            module.__dict__.pop(name, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SplitParameters:
         return self
 
 

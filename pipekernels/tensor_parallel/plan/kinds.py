@@ -27,6 +27,7 @@ from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallel
 from pipekernels.tensor_parallel.partial_gradients import (
     mark_column_output,
     split_output,
+    split_parameters,
     sum_gradients,
 )
 
@@ -221,6 +222,9 @@ DEALT = replace(
 )
 SUMMED = HookKind("replicated_with_grad_allreduce", sum_gradients)
 LAST_SUMMED = HookKind("sum_last_gradients", _sum_last(1))  # A plan must say of how many.
+SPLIT_PARAMETERS = HookKind(
+    "split_parameters", lambda module, comm, arithmetic: split_parameters(module, comm)
+)
 _ALL: tuple[Kind, ...] = (
     COLUMN,
     GATHERED,
@@ -236,6 +240,7 @@ _ALL: tuple[Kind, ...] = (
     LAST_SUMMED,
     HookKind("split_output", _sum_and_split),
     HookKind("split_alibi", _split_alibi),
+    SPLIT_PARAMETERS,
 )
 KINDS = {kind.word: kind for kind in _ALL}
 
@@ -245,6 +250,7 @@ _ALIASES = {
     "colwise_gather_output": "column_gather_output",
     "embedding_rowwise": "embedding",
     "ep_dispatch_experts": "expert_parallel",
+    "local_params": "split_parameters",
     "mla_kv_a_proj": "sum_last_gradients",
     "moe_tp_experts": "experts",
     "packed_colwise": "packed_column",

@@ -78,6 +78,8 @@ def tensor_parallelize(
     - ``'sum_last_gradients:8'``, of a linear layer that stays whole: the gradients of its last 8
       output features are summed, which each rank uses for its own heads (the rotary part of
       multi-head latent attention).
+    - ``'split_parameters'``: its own parameters, which have an element for each head (attention
+      sinks), are cut down to this rank's heads in the forward.
     - ``'split_alibi'``: its argument ``alibi``, ``[batch * heads, ...]``, is cut down to this
       rank's heads.
 
