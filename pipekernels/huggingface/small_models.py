@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-WIDTH, INNER, LAYERS, QUERIES, KEYS, VOCABULARY, LENGTH = 32, 48, 2, 4, 2, 61, 64
+from pipekernels.huggingface.small_inputs import VOCABULARY, inputs_for
+
+WIDTH, INNER, LAYERS, QUERIES, KEYS, LENGTH = 32, 48, 2, 4, 2, 64
 _SIZES = (
     (
         WIDTH,
         """
-        hidden_size d_model n_embd dim embed_dim embedding_size d_embed word_embed_proj_dim
-        projection_dim attention_hidden_size lru_width conv_dim cross_attention_hidden_size
-        emb_dim model_dim output_hidden_size
+        hidden_size hidden_sizes d_model n_embd dim embed_dim embedding_size d_embed
+        word_embed_proj_dim projection_dim attention_hidden_size lru_width conv_dim
+        cross_attention_hidden_size emb_dim model_dim output_hidden_size out_hidden_size
+        text_hidden_size audio_hidden_size projector_hidden_size projection_hidden_dim
+        entity_emb_size text_embed_dim embed_dim_per_stage d_latents
         """,
     ),
     (
@@ -25,7 +27,8 @@ _SIZES = (
         """
         intermediate_size ffn_dim d_ff n_inner hidden_dim encoder_ffn_dim decoder_ffn_dim
         moe_intermediate_size shared_expert_intermediate_size ffn_hidden_size inner_dim
-        mlp_dim shared_intermediate_size block_ff_dim dim_ff d_inner
+        mlp_dim shared_intermediate_size block_ff_dim dim_ff d_inner expert_ffn_hidden_size
+        moe_shared_expert_intermediate_size projection_intermediate_size moe_hidden_size
         """,
     ),
     (
@@ -40,14 +43,35 @@ _SIZES = (
         """
         num_attention_heads n_head n_heads num_heads encoder_attention_heads
         decoder_attention_heads num_experts num_local_experts n_routed_experts
-        moe_num_experts
+        moe_num_experts num_attention_heads_per_layer num_attention_heads_per_stage
+        mamba_n_heads
         """,
     ),
-    (KEYS, "num_key_value_heads num_experts_per_tok num_kv_heads moe_k top_k_experts"),
-    (VOCABULARY, "vocab_size decoder_vocab_size vocab_size_per_layer_input"),
-    (16, "kv_lora_rank q_lora_rank"),
-    (8, "qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim"),
-    (1, "n_group topk_group first_k_dense_replace"),
+    (
+        KEYS,
+        """
+        num_key_value_heads num_experts_per_tok num_experts_per_token num_kv_heads moe_k
+        top_k_experts
+        attn_layer_period
+        """,
+    ),
+    (
+        VOCABULARY,
+        """
+        vocab_size decoder_vocab_size vocab_size_per_layer_input entity_vocab_size
+        unpadded_vocab_size encoder_hash_byte_group_vocab
+        """,
+    ),
+    (16, "kv_lora_rank q_lora_rank qk_head_dim mamba_d_head"),
+    (8, "qk_nope_head_dim qk_rope_head_dim v_head_dim"),
+    (
+        1,
+        """
+        n_group topk_group first_k_dense_replace depths blocks_per_stage n_shared_experts
+        num_expert_group num_shared_experts attn_layer_indices attn_layer_offset bos_token_id
+        decoder_start_token_id
+        """,
+    ),
     (8, "head_dim dim_head d_kv kv_channels rotary_dim hidden_size_per_layer_input laurel_rank"),
     (
         LENGTH,
@@ -56,40 +80,49 @@ _SIZES = (
         max_seq_len
         """,
     ),
-    (16, "image_size num_conv_pos_embeddings"),
-    (4, "patch_size num_mel_bins"),
-    (1, "bos_token_id decoder_start_token_id"),
-    (0, "pad_token_id"),
+    (32, "image_size"),
+    (16, "num_conv_pos_embeddings num_mel_bins"),
+    (4, "patch_size"),
+    (0, "pad_token_id num_kv_shared_layers"),
     (2, "eos_token_id"),
 )
 _FIELDS = {field: size for size, fields in _SIZES for field in fields.split()}
-_PER_LAYER = ("layer_types", "mlp_layer_types", "intermediate_size")
+_COUNTS = [field for field, size in _FIELDS.items() if size == LAYERS and "layer" in field]
+_FILLED = (
+    "head_dim", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "vocab_size",
+    "pad_token_id", "num_key_value_heads",
+)  # fmt: skip
 MOST_PARAMETERS = 20_000_000
 
 
-def small_config(config: Any) -> Any:
+def small_config(config: Any, *, filled: bool = False) -> Any:
     """``config`` of a few features, heads and layers; its flags stay.
+
+    Args:
+        config: of the large model.
+        filled: give sizes where it has None, and rotary sections where it names none.
 
     Raises:
         ValueError: its class takes no such sizes.
     """
-    fields: dict[str, Any] = config.to_dict()
-    queries = fields.get("num_attention_heads")
-    for name, value in fields.items():
-        if type(value) is int and name in _FIELDS:
-            fields[name] = _FIELDS[name]
-            if name in ("num_key_value_heads", "num_kv_heads") and value == queries:
-                fields[name] = QUERIES
-        elif name in _PER_LAYER and isinstance(value, (list, tuple)) and value:
-            kinds = [INNER] if name == "intermediate_size" else list(dict.fromkeys(value))
-            fields[name] = (kinds[:LAYERS] * LAYERS)[:LAYERS]
-        elif name in ("rope_parameters", "rope_scaling") and "mrope_section" in (value or {}):
-            fields[name] = {**value, "mrope_section": [2, 1, 1]}
+    kept: dict[str, Any] = config.to_dict()
+    layers = _sampled_layers(kept)
+    fields = {name: _small(name, value, kept, layers) for name, value in kept.items()}
+    if filled:
+        missing = [name for name in _FILLED if name in kept and kept[name] is None]
+        fields |= {name: _FIELDS[name] for name in missing}
+        if "layer_types" in kept and not kept["layer_types"]:
+            fields["layer_types"] = ["full_attention"] * LAYERS
+        rope = kept.get("rope_parameters")
+        if rope and "rope_type" in rope:
+            count = int(8 * rope.get("partial_rotary_factor", 1)) // 2
+            quarter = max(1, count // 4)
+            sections = [count - 2 * quarter, quarter, quarter]
+            fields["rope_parameters"] = {**rope, "mrope_section": sections}
     for name in getattr(config, "sub_configs", {}):
         inner = getattr(config, name, None)
         if inner is not None:
-            fields[name] = small_config(inner).to_dict()
-    kept = config.to_dict()
+            fields[name] = small_config(inner, filled=filled).to_dict()
     failure: Exception | None = None
     changed = [name for name, value in fields.items() if value != kept[name]]
     for left in ([], *([name] for name in changed)):
@@ -98,6 +131,45 @@ def small_config(config: Any) -> Any:
         except Exception as error:  # noqa: BLE001 - of validators, setters and constructors
             failure = failure or error
     raise ValueError(f"{type(config).__name__} has no small form: {failure}")
+
+
+def _sampled_layers(fields: Mapping[str, Any]) -> list[int]:
+    """Which layers the small model has: the first, and the first one of another kind."""
+    count = next((n for name in _COUNTS if type(n := fields.get(name)) is int), 0)
+    words = [v for v in fields.values() if _is_list(v) and len(v) == count]
+    kinds = [tuple(map(repr, kind)) for kind in zip(*words, strict=True)]
+    kinds = [tuple(word for word in kind if word.startswith("'")) for kind in kinds]
+    unlike = [sum(map(str.__ne__, kind, kinds[0])) for kind in kinds] or [0, 0]
+    return [0, unlike.index(max(unlike)) or min(1, count - 1)]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0
+
+
+def _small(name: str, value: Any, fields: Mapping[str, Any], layers: Sequence[int]) -> Any:
+    """What becomes of a field of a configuration."""
+    size = _FIELDS.get(name)
+    count = next((n for name in _COUNTS if type(n := fields.get(name)) is int), 0)
+    if _is_list(value) and len(value) == count and size != LAYERS:
+        value = [value[layer] for layer in layers]
+    if size is not None and _is_list(value) and all(type(v) is int for v in value):
+        return [size] * len(value)
+    if size is not None and type(value) is int:
+        is_of_all = name in ("num_key_value_heads", "num_kv_heads")
+        return QUERIES if is_of_all and value == fields.get("num_attention_heads") else size
+    if name == "block_types":
+        return list(dict.fromkeys(value))
+    if name in ("rope_parameters", "rope_scaling") and "mrope_section" in (value or {}):
+        return {**value, "mrope_section": [2, 1, 1]}
+    if name == "per_layer_config" and value:
+        of = {int(layer): own for layer, own in value.items()}
+        return {
+            i: {key: _small(key, v, of[layer], ()) for key, v in of[layer].items()}
+            for i, layer in enumerate(layers)
+            if layer in of
+        }
+    return value
 
 
 def small_model(model_class: type[nn.Module], config: Any) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -110,11 +182,19 @@ def small_model(model_class: type[nn.Module], config: Any) -> tuple[nn.Module, d
     Raises:
         ValueError: it cannot be made, or does not run with inputs that can be made here.
     """
-    kind: Any = model_class
-    small = small_config(config)
-    for part in (small, *(getattr(small, name) for name in getattr(small, "sub_configs", {}))):
-        if part is not None:
-            part._attn_implementation = part._experts_implementation = "eager"
+    failure: ValueError | None = None
+    for filled in (False, True):
+        try:
+            return _running(model_class, small_config(config, filled=filled))
+        except ValueError as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _running(kind: Any, small: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    for part in _parts(small):
+        part._attn_implementation = part._experts_implementation = "eager"
     failure: Exception | None = None
     with torch.random.fork_rng():
         for dtype in (torch.float64, torch.float32):
@@ -130,7 +210,7 @@ def small_model(model_class: type[nn.Module], config: Any) -> tuple[nn.Module, d
                         parameter += torch.randn_like(parameter) * 0.05
             except Exception as error:
                 raise ValueError(f"{kind.__name__} has no small form: {error}") from error
-            for inputs in _inputs_for(model, dtype):
+            for inputs in inputs_for(model, dtype):
                 try:
                     with torch.no_grad():
                         model(**inputs)
@@ -141,30 +221,10 @@ def small_model(model_class: type[nn.Module], config: Any) -> tuple[nn.Module, d
     raise ValueError(f"a small {kind.__name__} does not run: {failure}")
 
 
-def _inputs_for(model: Any, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """Inputs that the model may take: its main one, then with others."""
-    config, parameters = model.config, inspect.signature(model.forward).parameters
-    made: dict[str, Tensor] = {}
-    with contextlib.suppress(AttributeError, TypeError, ValueError):
-        vision = getattr(config, "vision_config", config)
-        size = getattr(vision, "image_size", 16)
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        channels = getattr(vision, "num_channels", 3)
-        made["pixel_values"] = torch.randn(2, channels, height, width, dtype=dtype)
-    made["input_ids"] = torch.randint(3, VOCABULARY, (2, 7))
-    made["input_values"] = torch.randn(2, 2000, dtype=dtype)
-    with contextlib.suppress(AttributeError, TypeError):
-        made["input_features"] = torch.randn(
-            2, config.num_mel_bins, 2 * config.max_source_positions, dtype=dtype
-        )
-    main = made.get(model.main_input_name)
-    if main is None:
-        return
-    inputs = {model.main_input_name: main}
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
-        inputs["decoder_input_ids"] = torch.randint(3, VOCABULARY, (2, 5))
-    yield inputs
-    for name in ("input_ids", "pixel_values"):
-        if name in parameters:
-            inputs = {**inputs, name: made[name]}
-    yield inputs
+def _parts(config: Any) -> Iterator[Any]:
+    """``config`` and those inside it."""
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        inner = getattr(config, name, None)
+        if inner is not None:
+            yield inner

@@ -51,12 +51,14 @@ class Finding(NamedTuple):
 
 def model_of(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A small model and its inputs; raises whatever keeps one from being made."""
-    config = getattr(transformers, CONFIG_MAPPING_NAMES[family])()
     for head in HEADS:
         names = getattr(modeling_auto, f"{head}_MAPPING_NAMES").get(family)
         if names is not None:
             name = names[0] if isinstance(names, (tuple, list)) else names
-            return small_model(getattr(transformers, name), config)
+            kind = getattr(transformers, name)
+            # Of its text alone, where the family's is of images too.
+            config = kind.config_class or getattr(transformers, CONFIG_MAPPING_NAMES[family])
+            return small_model(kind, config())
     raise ValueError("no model")
 
 

@@ -1,0 +1,112 @@
+"""Inputs of small models of transformers: tokens, images and sound, in layouts that models take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCABULARY, TOKENS, FRAMES, PATCHES = 61, 7, 128, 16
+
+
+def inputs_for(model: Any, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """Inputs that the model may take. In each layout: its main one, then with what it requires and
+    tokens or images, then with all that are known here."""
+    parameters = inspect.signature(model.forward).parameters
+    names = [n for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    required = [n for n in names if parameters[n].default is inspect.Parameter.empty]
+    main = model.main_input_name if model.main_input_name in names else names[0]
+    seen: set[tuple[Any, ...]] = set()
+    for made in _layouts(model.config, dtype):
+        if main.endswith(("embeds", "hidden_states", "latents")):
+            made.setdefault(main, made["query_embeds"])
+        if main not in made:
+            continue
+        first = made[main]
+        length = first.shape[-1] if first.dim() == 2 else first.shape[1]
+        made["attention_mask"] = torch.ones(2, length, dtype=torch.long)
+        few = [main]
+        if getattr(model.config, "is_encoder_decoder", False):
+            few.append("decoder_input_ids")
+        for chosen in (few, [*few, *required, "input_ids", "pixel_values"], names):
+            inputs = {name: made[name] for name in names if name in chosen and name in made}
+            layout = tuple((name, value.shape) for name, value in inputs.items())
+            if layout not in seen:
+                seen.add(layout)
+                yield inputs
+
+
+def _layouts(config: Any, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """Inputs by name: images whole and sound as frames of features last; as patches in a row and
+    frames in a row; as videos; as rows of patches for each image."""
+    sizes = _sizes(config)
+    size = sizes.get("image_size") or 32
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    names = ("num_channels", "in_channels", "in_chans", "num_input_channels")
+    channels = next((n for name in names if type(n := sizes.get(name)) is int), 3)
+    patch = sizes.get("patch_size") or 4
+    patch = patch if isinstance(patch, int) else patch[-1]
+    elements = channels * patch * patch
+    names = ("num_mel_bins", "feature_projection_input_dim", "feature_size", "input_dim",
+             "input_feat_per_channel", "input_feat_size")  # fmt: skip
+    features = next((n for name in names if type(n := sizes.get(name)) is int), 16)
+    frames = 2 * (sizes.get("max_source_positions") or FRAMES // 2)
+    hidden = sizes.get("hidden_size") or 32
+
+    def real(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype)
+
+    tokens = torch.randint(3, VOCABULARY, (2, TOKENS))
+    grid = torch.tensor([[1, 4, 4]])
+    common = {
+        "input_ids": tokens,
+        "qformer_input_ids": tokens,
+        "decoder_input_ids": torch.randint(3, VOCABULARY, (2, 5)),
+        "bbox": torch.tensor([1, 2, 3, 4]).expand(2, TOKENS, 4),
+        "visual_feats": real(2, 3, sizes.get("visual_feat_dim") or 8),
+        "visual_pos": real(2, 3, 4),
+        "query_embeds": real(2, TOKENS, hidden),
+        "past_values": real(2, sizes.get("context_length") or 32, channels),
+        "grid_thw": grid,
+        "image_grid_thw": grid,
+        "merge_sizes": torch.tensor([2]),
+        "target_sizes": torch.tensor([[4, 4]] * 2),
+        "spatial_shapes": torch.tensor([[4, 4]] * 2),
+        "pixel_attention_mask": torch.ones(2, PATCHES, dtype=torch.long),
+        "pixel_position_ids": torch.cartesian_prod(*[torch.arange(4)] * 2).expand(2, PATCHES, 2),
+        "input_features_mask": torch.ones(2, FRAMES, dtype=torch.long),
+    }
+    yield common | {
+        "pixel_values": real(2, channels, height, width),
+        "input_features": real(2, features, frames),
+        "input_values": real(2, 2000),
+    }
+    row = real(PATCHES, elements * (sizes.get("temporal_patch_size") or 1))
+    sound = real(2, FRAMES, features)
+    yield common | {
+        "pixel_values": row,
+        "hidden_states": row,
+        "input_features": sound,
+        "audio_mel": sound,
+        "audio_mel_mask": torch.zeros(2, FRAMES, dtype=torch.bool),
+        "input_values": real(2, sizes.get("max_length") or FRAMES, features),
+    }
+    yield common | {
+        "pixel_values": real(2, sizes.get("num_frames") or 2, channels, height, width),
+        "input_values": real(2, 1, 2000),
+    }
+    yield common | {"pixel_values": real(2, PATCHES, elements)}
+    yield common | {"pixel_values": real(PATCHES, channels, patch, patch)}
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """The fields of a configuration, and those of its parts that it has not itself."""
+    fields: dict[str, Any] = {}
+    for name in sorted(getattr(config, "sub_configs", {})):
+        inner = getattr(config, name, None)
+        if inner is not None:
+            fields |= _sizes(inner)
+    return fields | {name: value for name, value in vars(config).items() if value is not None}
