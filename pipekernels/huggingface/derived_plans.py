@@ -196,6 +196,8 @@ class _Flow:
         return leaf.clone()
 
     def _reached(self, scalar: Tensor) -> Reached:
+        if not self._leaves:
+            return {}
         grads = torch.autograd.grad(scalar, self._leaves, retain_graph=True, allow_unused=True)
         found: Reached = {}
         for layer, grad in zip(self._owners, grads, strict=True):
@@ -395,7 +397,8 @@ def _outputs_and_gradients(
         grad = parameter.grad
         parameter.data = torch.zeros_like(parameter) if grad is None else grad
     found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-    return found | {f"the gradient of {k}": v for k, v in full_state(model).items()}
+    gradients = {f"the gradient of {k}": v for k, v in full_state(model).items()}
+    return found | {k: v for k, v in gradients.items() if v.is_floating_point()}
 
 
 def tensors_of(output: Any) -> list[Tensor]:

@@ -16,9 +16,10 @@ def inputs_for(model: Any, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
     """Inputs that the model may take. In each layout: its main one, then with what it requires and
     tokens or images, then with all that are known here."""
     parameters = inspect.signature(model.forward).parameters
-    names = [n for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    required = [n for n in names if parameters[n].default is inspect.Parameter.empty]
-    main = model.main_input_name if model.main_input_name in names else names[0]
+    main = model.main_input_name
+    names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD] or [main]
+    main = main if main in names else names[0]
+    required = [n for n, p in parameters.items() if n in names and p.default is p.empty]
     seen: set[tuple[Any, ...]] = set()
     for made in _layouts(model.config, dtype):
         if main.endswith(("embeds", "hidden_states", "latents")):

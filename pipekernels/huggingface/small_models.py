@@ -19,7 +19,7 @@ _SIZES = (
         word_embed_proj_dim projection_dim attention_hidden_size lru_width conv_dim
         cross_attention_hidden_size emb_dim model_dim output_hidden_size out_hidden_size
         text_hidden_size audio_hidden_size projector_hidden_size projection_hidden_dim
-        entity_emb_size text_embed_dim embed_dim_per_stage d_latents
+        entity_emb_size text_embed_dim embed_dim_per_stage d_latents visual_feat_dim
         """,
     ),
     (
@@ -28,7 +28,7 @@ _SIZES = (
         intermediate_size ffn_dim d_ff n_inner hidden_dim encoder_ffn_dim decoder_ffn_dim
         moe_intermediate_size shared_expert_intermediate_size ffn_hidden_size inner_dim
         mlp_dim shared_intermediate_size block_ff_dim dim_ff d_inner expert_ffn_hidden_size
-        moe_shared_expert_intermediate_size projection_intermediate_size moe_hidden_size
+        moe_shared_expert_intermediate_size projection_intermediate_size moe_hidden_size dff
         """,
     ),
     (
@@ -82,7 +82,7 @@ _SIZES = (
     ),
     (32, "image_size"),
     (16, "num_conv_pos_embeddings num_mel_bins"),
-    (4, "patch_size"),
+    (4, "patch_size attention_window"),
     (0, "pad_token_id num_kv_shared_layers"),
     (2, "eos_token_id"),
 )
@@ -218,7 +218,8 @@ def _running(kind: Any, small: Any) -> tuple[nn.Module, dict[str, Tensor]]:
                     failure = failure or error
                 else:
                     return model, inputs
-    raise ValueError(f"a small {kind.__name__} does not run: {failure}")
+    why = failure or f"its main input, {model.main_input_name}, is not known here"
+    raise ValueError(f"a small {kind.__name__} does not run: {why}")
 
 
 def _parts(config: Any) -> Iterator[Any]:
