@@ -91,8 +91,8 @@ def _derive(model: nn.Module, inputs: dict[str, Tensor]) -> Derived:
             continue
         blocks = _Blocks(producers, consumers, flow)
         own = blocks.kinds()
-        if own is None:
-            continue
+        if own is None or any(kinds.get(name, kind) != kind for name, kind in own.items()):
+            continue  # A layer may feed one group and be fed in another.
         own |= blocks.norms(model)
         plan = {name: own[wild] for name, wild in names.items() if wild in own}
         split = blocks.split_parameters(model)

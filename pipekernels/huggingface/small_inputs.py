@@ -46,14 +46,12 @@ def _layouts(config: Any, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
     sizes = _sizes(config)
     size = sizes.get("image_size") or 32
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    names = ("num_channels", "in_channels", "in_chans", "num_input_channels")
-    channels = next((n for name in names if type(n := sizes.get(name)) is int), 3)
+    channels = _first(sizes, "num_channels in_channels in_chans num_input_channels") or 3
     patch = sizes.get("patch_size") or 4
     patch = patch if isinstance(patch, int) else patch[-1]
     elements = channels * patch * patch
-    names = ("num_mel_bins", "feature_projection_input_dim", "feature_size", "input_dim",
-             "input_feat_per_channel", "input_feat_size")  # fmt: skip
-    features = next((n for name in names if type(n := sizes.get(name)) is int), 16)
+    names = "num_mel_bins feature_projection_input_dim feature_size input_dim"
+    features = _first(sizes, f"{names} input_feat_per_channel input_feat_size") or 16
     frames = 2 * (sizes.get("max_source_positions") or FRAMES // 2)
     hidden = sizes.get("hidden_size") or 32
 
@@ -111,3 +109,7 @@ def _sizes(config: Any) -> dict[str, Any]:
         if inner is not None:
             fields |= _sizes(inner)
     return fields | {name: value for name, value in vars(config).items() if value is not None}
+
+
+def _first(sizes: dict[str, Any], names: str) -> int | None:
+    return next((n for name in names.split() if type(n := sizes.get(name)) is int), None)

@@ -70,6 +70,11 @@ def test_a_large_model_gets_the_plan_of_its_small_copy() -> None:
         plan_for(transformers.BartForConditionalGeneration(config), 4)
 
 
+def test_the_page_of_families_is_read_as_it_was_written() -> None:
+    text = families.PAGE.read_text()
+    assert families.page(sorted(families.on_page(text))) == text
+
+
 @pytest.mark.parametrize(
     "family",
     ["clip", "siglip", "deberta-v2", "albert", "electra", "xlm-roberta", "bart", "stablelm",

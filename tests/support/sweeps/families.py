@@ -1,7 +1,8 @@
 """Every family of transformers that a small configuration can make, sharded by "auto" on two ranks.
 
 ``cd tests; python -m support.sweeps.families`` compares outputs, gradients and greedy tokens with
-those of one process, and writes docs/families.md. Arguments: names of families to look at instead.
+those of one process, and writes docs/families.md. Arguments: names of families to look at instead;
+the page keeps what it says of the others.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import re
 import signal
 import sys
 import warnings
@@ -29,6 +31,7 @@ from pipekernels.tensor_parallel import full_state_dict
 from support.ranks import run_threads
 
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
+NO_PLAN = "no plan is carried, and there is none here"
 RANKS = 2
 SECONDS = 60  # For one family.
 HEADS = (
@@ -176,8 +179,8 @@ def page(findings: list[Finding]) -> str:
         if finding.state == "refused":
             note = finding.note
             why = (
-                "no plan is carried, and there is none here"
-                if "carries no plan" in note
+                NO_PLAN
+                if "carries no plan" in note or note == NO_PLAN
                 else "the carried plan has experts or other kinds that are not supported"
                 if "kinds that are not supported" in note
                 else "heads that two ranks cannot share evenly"
@@ -210,6 +213,20 @@ def page(findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
+def on_page(text: str) -> list[Finding]:
+    """What a page says of each family."""
+    _, _, body = text.partition("## Sharded")
+    sharded, _, refused = body.partition("## Refused")
+    found = [Finding(*m, "equal", n) for *m, n in re.findall(r"([\w.-]+) \((\d\.\d\d)\)", sharded)]
+    refused, _, wrong = refused.partition("## Wrong")
+    found += [Finding(*m) for m in re.findall(r"\* ([\w.-]+): (\w+), (.*)", wrong)]
+    for line in refused.strip().splitlines():
+        why, _, listed = line.removeprefix("* ").rpartition(": ")
+        found += [Finding(name, "refused", why) for name in listed.rstrip(".").split(", ")]
+    rest = sorted(set(names()) - {finding.family for finding in found})
+    return found + [Finding(name, "not made") for name in rest]
+
+
 def names() -> list[str]:
     """The families that have a model for text or images."""
     known = set().union(*(getattr(modeling_auto, f"{head}_MAPPING_NAMES") for head in HEADS))
@@ -223,8 +240,8 @@ def main(chosen: list[str]) -> None:
     for family in chosen or names():
         findings.append(look_at(family))
         print(*findings[-1], sep=" | ", flush=True)
-    if not chosen:
-        PAGE.write_text(page(findings))
+    others = [finding for finding in on_page(PAGE.read_text()) if finding.family not in chosen]
+    PAGE.write_text(page(sorted(findings + others if chosen else findings)))
     print(collections.Counter(finding.state for finding in findings))
     sys.exit(any(finding.state in ("differs", "fails") for finding in findings))
 
