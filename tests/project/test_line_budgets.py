@@ -22,7 +22,7 @@ BUDGETS = {
     "pipekernels/comm/join": 580,
     "pipekernels/comm/process_group": 580,
     "pipekernels/device": 700,
-    "pipekernels/huggingface": 1_860,
+    "pipekernels/huggingface": 2_070,
     "pipekernels/kernels": 1_190,
     "pipekernels/local_ops": 1_690,
     "pipekernels/ops": 50,
@@ -34,16 +34,16 @@ BUDGETS = {
     "pipekernels/pipeline/spmd": 900,
     "pipekernels/pipeline/stage": 2_090,
     "pipekernels/pipeline/values": 660,
-    "pipekernels/tensor_parallel": 2_640,
+    "pipekernels/tensor_parallel": 2_680,
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_460,
-    "tests": 32_210,
+    "tests": 32_480,
     "bench": 7_080,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 25_240, "core": 21_390}
+TOTALS = {"pipekernels": 25_500, "core": 21_440}
 
 
 def lines(files: Iterable[Path]) -> int:
