@@ -8,21 +8,21 @@ import weakref
 
 import pytest
 import torch
-from support.pipes import Pipe
+from support.function_layer import FunctionLayer
+from support.pipes import (
+    Pipe,
+    assert_equals_plain,
+    assert_same_gradients,
+    on_cpus,
+    outcome,
+    pipe_of,
+)
 from torch import nn
 
 from pipekernels import is_checkpointing, is_recomputing
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 
 MODES = ["always", "except_last", "never"]
-
-
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def mlp(width: int = 6, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -37,49 +37,25 @@ def on(place: torch.device, module: nn.Sequential, balance: list[int], **kwargs:
     return Pipe(module, balance, devices=[place] * len(balance), **kwargs)
 
 
-def on_cpu(module: nn.Sequential, balance: list[int], **kwargs: object) -> Pipe:
-    return on(torch.device("cpu"), module, balance, **kwargs)
-
-
-def assert_same_gradients(a: nn.Module, b: nn.Module, **tolerance: float) -> None:
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None)
-        if p.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, **tolerance)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batch", [7, 16])
 def test_same_bits_as_a_one_thread_loop(
-    batch: int, mode: str, execution: str, two_threads: None
+    batch: int, mode: str, execution: str, one_thread: None
 ) -> None:
     """Two lanes share the two intra-op threads: each uses one, inline too."""
-    module = mlp(32, torch.float32)
-    reference = copy.deepcopy(module)
-    pipe = on_cpu(module, [2, 3], chunks=4, checkpoint=mode)
-    x = torch.randn(batch, 32, requires_grad=True)
-    y = x.detach().clone().requires_grad_()
-    weights = torch.randn(batch, 32)
-
-    torch.set_num_threads(1)
-    expected = torch.cat([reference(part) for part in x.tensor_split(4)])
-    expected.backward(weights)
+    module, x = mlp(32, torch.float32), torch.randn(batch, 32)
+    expected = outcome(module, x, chunks=4)
     torch.set_num_threads(2)
-    output = pipe(y)
-    output.backward(weights)
-
-    assert torch.equal(output, expected)
-    assert torch.equal(y.grad, x.grad)
-    assert_same_gradients(pipe, reference, rtol=0, atol=0)
+    pipe = on_cpus(module, [2, 3], chunks=4, checkpoint=mode)
+    torch.testing.assert_close(outcome(pipe, x), expected, rtol=0, atol=0)
 
 
 def test_autograd_grad_does_not_change_grad_and_hooks_run_once(place: torch.device) -> None:
     module = mlp()
-    reference = copy.deepcopy(module)
     pipe = on(place, module, [2, 3], chunks=4)
     x = torch.randn(9, 6, dtype=torch.float64)
     grads = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
-    expected = torch.autograd.grad(reference(x).square().sum(), list(reference.parameters()))
+    expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
     torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10)
     assert all(p.grad is None for p in pipe.parameters())
 
@@ -94,36 +70,24 @@ def test_autograd_grad_does_not_change_grad_and_hooks_run_once(place: torch.devi
 def test_is_checkpointing_and_is_recomputing(place: torch.device) -> None:
     seen: list[tuple[bool, bool]] = []
 
-    class Asks(nn.Module):
-        def forward(self, x):
-            seen.append((is_checkpointing(), is_recomputing()))
-            return x * 1
-
-    module = nn.Sequential(nn.Linear(4, 4), Asks())
-    pipe = on(place, module, [1, 1], chunks=2, checkpoint="except_last")
+    asks = FunctionLayer(lambda x: (seen.append((is_checkpointing(), is_recomputing())), x * 1)[1])
+    pipe = pipe_of(nn.Linear(4, 4), asks, device=place, checkpoint="except_last")
     pipe(torch.randn(2, 4)).sum().backward()
     assert seen == [(True, False), (False, False), (False, True)]
     assert not is_checkpointing() and not is_recomputing()
 
 
 def test_some_micro_batches_of_an_output_have_a_gradient(place: torch.device) -> None:
-    class Positive(nn.Module):
-        def forward(self, x):
-            return x if x.sum() > 0 else x.detach()
-
-    module = nn.Sequential(nn.Identity(), Positive())
-    pipe = on(place, module, [1, 1], chunks=2, checkpoint="never")
+    positive = FunctionLayer(lambda x: x if x.sum() > 0 else x.detach())
+    pipe = pipe_of(nn.Identity(), positive, device=place, checkpoint="never")
     x = torch.tensor([[1.0], [-1.0]], requires_grad=True)
     pipe(x).sum().backward()
     assert torch.equal(x.grad, torch.tensor([[1.0], [0.0]]))
 
 
 def test_dtypes_that_differ_between_micro_batches(place: torch.device) -> None:
-    class Widen(nn.Module):
-        def forward(self, x):
-            return x if x.sum() > 0 else x.double()
-
-    pipe = on(place, nn.Sequential(Widen(), nn.Identity()), [1, 1], chunks=2)
+    widen = FunctionLayer(lambda x: x if x.sum() > 0 else x.double())
+    pipe = pipe_of(widen, nn.Identity(), device=place)
     x = torch.tensor([[1.0], [-1.0]])
     assert torch.equal(pipe(x), x.double()) and pipe(x).dtype == torch.float64
 
@@ -141,8 +105,7 @@ def test_a_later_backward_that_does_not_reach_the_input(place: torch.device) -> 
         def forward(self, x):
             return super().forward(x), self.weight.expand(len(x), -1, -1)
 
-    module = nn.Sequential(nn.Linear(6, 6), Second(6, 6))
-    pipe = on(place, module, [1, 1], chunks=2)
+    pipe = pipe_of(nn.Linear(6, 6), Second(6, 6), device=place)
     x = torch.randn(4, 6, requires_grad=True)
     output, weights = pipe(x)
     torch.autograd.grad(output.sum(), x, retain_graph=True)
@@ -173,7 +136,7 @@ def test_retain_graph_and_a_second_backward(place: torch.device) -> None:
 
 
 def test_double_backward_raises() -> None:
-    pipe = on_cpu(mlp(), [2, 3], chunks=2)
+    pipe = on_cpus(mlp(), [2, 3], chunks=2)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     # The first backward must raise: its result has no graph, so a second one might raise nothing.
     with pytest.raises(RuntimeError, match="a pipe can be differentiated once only"):
@@ -181,7 +144,7 @@ def test_double_backward_raises() -> None:
 
 
 def test_several_backwards_at_once_are_refused(execution: str) -> None:
-    pipe = on_cpu(mlp(), [2, 3], chunks=2)
+    pipe = on_cpus(mlp(), [2, 3], chunks=2)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     output = pipe(x)
     grads = torch.eye(24, dtype=torch.float64).view(24, 4, 6)
@@ -196,39 +159,6 @@ def test_several_backwards_at_once_are_refused(execution: str) -> None:
     torch.testing.assert_close(torch.stack(each), expected.view(24, 4, 6))
 
 
-class Pair(nn.Module):
-    """Takes and returns a tuple: a tensor with a gradient, and one of integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, pair):
-        x, index = pair
-        return self.linear(x) * (1 + index), index
-
-
-class First(nn.Module):
-    def forward(self, pair):
-        return pair[0]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_tuples_with_integers(mode: str, place: torch.device) -> None:
-    module = nn.Sequential(Pair(), Pair(), Pair()).double()
-    reference = copy.deepcopy(module)
-    pipe = on(place, module, [1, 2], chunks=3, checkpoint=mode)
-    x = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
-    index = torch.arange(7).view(7, 1)
-    output, same = pipe((x, index))
-    assert torch.equal(same, index) and not same.requires_grad
-    expected, _ = reference((x, index))
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
-    grads = torch.autograd.grad(output.square().sum(), [x, *pipe.parameters()])
-    others = torch.autograd.grad(expected.square().sum(), [x, *reference.parameters()])
-    torch.testing.assert_close(grads, others, rtol=0, atol=1e-10)
-
-
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +170,7 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_output_that_the_loss_does_not_use(mode: str, place: torch.device) -> None:
-    pipe = on(place, nn.Sequential(nn.Linear(3, 3), Two()), [1, 1], chunks=2, checkpoint=mode)
+    pipe = pipe_of(nn.Linear(3, 3), Two(), device=place, checkpoint=mode)
     used, unused = pipe(torch.randn(4, 3))
     assert unused.requires_grad
     used.sum().backward()
@@ -248,59 +178,22 @@ def test_an_output_that_the_loss_does_not_use(mode: str, place: torch.device) ->
     assert pipe[1].b.weight.grad is None
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_in_place_layers_identities_and_stages_without_parameters(
-    mode: str, place: torch.device
-) -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(4, 4), AddInPlace(), nn.Identity(), nn.Linear(4, 4), nn.ReLU(inplace=True)
-        ).double()
-
-    pipe, reference = on(place, build(), [1, 1, 1, 1, 1], chunks=3, checkpoint=mode), build()
-    x = torch.randn(5, 4, dtype=torch.float64)
-    pipe(x).square().sum().backward()
-    reference(x).square().sum().backward()
-    assert_same_gradients(pipe, reference, rtol=0, atol=1e-10)
-
-
-class AddInPlace(nn.Module):
-    def forward(self, x):
-        return x.add_(1).mul_(2)
-
-
 def test_a_stage_that_returns_its_input(place: torch.device) -> None:
     """A layer that might write to its input gets a copy, whose graph has a custom function."""
-
-    class Same(nn.Module):
-        def forward(self, x):
-            return x
-
     layer = nn.Linear(3, 3)
-    pipe = Pipe(nn.Sequential(layer, Same()), [1, 1], devices=[place] * 2, chunks=2)
+    pipe = pipe_of(layer, FunctionLayer(lambda x: x), device=place)
     pipe(torch.ones(4, 3)).sum().backward()
     assert layer.weight.grad is not None
     torch.testing.assert_close(layer.weight.grad, torch.full((3, 3), 4.0))
 
 
 def test_a_layer_shared_by_two_stages_and_tied_weights() -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        shared, a, b = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        b.weight = a.weight
-        module = nn.Sequential()
-        for name, layer in zip("abcd", [shared, a, b, shared], strict=True):
-            module.add_module(name, layer)
-        return module.double()
-
-    pipe, reference = on_cpu(build(), [2, 2], chunks=3), build()
-    assert len(list(pipe.parameters())) == len(list(reference.parameters()))
-    x = torch.randn(5, 4, dtype=torch.float64)
+    shared, a, b = (nn.Linear(4, 4) for _ in range(3))
+    b.weight = a.weight
+    pipe = on_cpus(nn.Sequential(shared, a, b, shared).double(), [2, 2], chunks=3)
+    assert len(list(pipe.parameters())) == 5
     for _ in range(2):
-        pipe(x).square().sum().backward()
-        reference(x).square().sum().backward()
-        assert_same_gradients(pipe, reference, rtol=0, atol=1e-10)
+        assert_equals_plain(pipe, torch.randn(5, 4, dtype=torch.float64))
 
 
 def test_frozen_parameters_and_inputs_without_grad(place: torch.device) -> None:
@@ -316,50 +209,14 @@ def test_frozen_parameters_and_inputs_without_grad(place: torch.device) -> None:
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(context, place: torch.device) -> None:
     module = mlp()
-    reference = copy.deepcopy(module)
     pipe = on(place, module, [2, 3], chunks=4)
     x = torch.randn(6, 6, dtype=torch.float64)
     with context():
         output = pipe(x)
-        expected = reference(x)
+        expected = module(x)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
     assert not output.requires_grad
     assert output.is_inference() == expected.is_inference()
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_autocast_reaches_lanes_and_recomputation(checkpoint: str, place: torch.device) -> None:
-    module = mlp(8, torch.float32)
-    reference = copy.deepcopy(module)
-    pipe = on(place, module, [2, 3], chunks=2, checkpoint=checkpoint)
-    x = torch.randn(4, 8)
-    with torch.autocast(place.type, dtype=torch.bfloat16):
-        output = pipe(x)
-        expected = torch.cat([reference(part) for part in x.tensor_split(2)])
-    assert output.dtype == expected.dtype
-    assert torch.equal(output, expected)
-    output.float().sum().backward()
-    expected.float().sum().backward()
-    # The loop casts each weight once for both micro-batches and adds their gradients in bfloat16;
-    # the pipe adds them in float32. These differ by one rounding of a sum of two to bfloat16.
-    for p, q in zip(pipe.parameters(), reference.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None
-        bound = 2**-7 * (q.grad.abs() + q.grad.abs().max())
-        assert ((p.grad - q.grad).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("rows", [3, 1])
-def test_outputs_with_more_rows_than_the_batch(rows: int, place: torch.device) -> None:
-    """The last stage flattens [batch, tokens, width] to [batch * tokens, width]."""
-
-    class Flatten(nn.Module):
-        def forward(self, x):
-            return x.flatten(0, 1)
-
-    module = nn.Sequential(nn.Linear(4, 4), Flatten()).double()
-    x = torch.randn(5, rows, 4, dtype=torch.float64)
-    expected = module(x)
-    torch.testing.assert_close(on(place, module, [1, 1], chunks=3)(x), expected)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -394,7 +251,7 @@ def test_an_empty_batch(place: torch.device) -> None:
 
 @pytest.mark.parametrize(("batch", "chunks"), [(5, 4), (3, 8), (1, 2), (8, 8)])
 def test_sizes_of_micro_batches(batch: int, chunks: int) -> None:
-    pipe = on_cpu(mlp(), [2, 3], chunks=chunks)
+    pipe = on_cpus(mlp(), [2, 3], chunks=chunks)
     sizes: list[int] = []
     pipe[0].register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     with torch.no_grad():
@@ -403,7 +260,7 @@ def test_sizes_of_micro_batches(batch: int, chunks: int) -> None:
 
 
 def test_a_run_is_freed_with_its_output() -> None:
-    pipe = on_cpu(mlp(), [2, 3], chunks=2)
+    pipe = on_cpus(mlp(), [2, 3], chunks=2)
     gc.disable()
     try:
         output = pipe(torch.randn(4, 6, dtype=torch.float64))
@@ -419,7 +276,5 @@ def test_an_input_overwritten_before_its_recomputation(place: torch.device) -> N
     x = torch.randn(4, 6, dtype=torch.float64)
     loss = pipe(x).sum()
     x.zero_()
-    with pytest.raises(
-        RuntimeError, match="input of stage 0 was modified in place after the stage"
-    ):
+    with pytest.raises(RuntimeError, match="input of stage 0 was modified in place after the"):
         loss.backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 import sys
 
 import pytest
@@ -86,31 +85,3 @@ def test_a_compiled_program_has_one_graph_break_per_call(recwarn: pytest.Warning
     assert not [w for w in recwarn.list if "Consider upgrading to Python" not in str(w.message)]
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Pipe\.forward|skip function forward"):
         torch.compile(pipe, fullgraph=True)(x)
-
-
-FIRST_USE = """
-import sys
-import torch
-from torch import nn
-from pipekernels import Pipe
-
-pipe = Pipe(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), [2, 1], devices=["cpu"] * 2,
-            chunks=2, execution=sys.argv[1])
-before = set(sys.modules)
-x = torch.ones(4, 8)
-for schedule in ("gpipe", "1f1b", "zb-h1"):
-    pipe(x).sum().backward()
-    pipe.train_step(x, x, nn.functional.mse_loss, schedule=schedule)
-new = set(sys.modules) - before
-print(len(new), *new & {"torch._dynamo", "sympy", "torch.onnx"})
-"""
-
-
-@pytest.mark.processes
-def test_first_use_imports_no_compiler() -> None:
-    """It takes seconds. The default execution begins with those here."""
-    for execution in ("inline", "split"):
-        command = [sys.executable, "-c", FIRST_USE, execution]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        count, *compilers = done.stdout.split()
-        assert int(count) < 40 and not compilers, done.stdout

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import PipelineParallel
+from support.pipes import PipelineParallel, outcome
 from torch import nn
 
 import pipekernels
@@ -39,17 +39,12 @@ def batch(size: int) -> torch.Tensor:
 def test_forward_and_gradients_equal_those_of_the_stages_as_a_sequential(
     checkpoint: str, place: torch.device
 ) -> None:
-    reference = nn.Sequential(*copy.deepcopy(stages()))
+    reference = nn.Sequential(*stages())
     for num_micro_batches in (1, 3, 4, 20):
         pipeline = PipelineParallel(stages(), num_micro_batches, checkpoint=checkpoint)
         for size in (1, 7, 12):
-            x = batch(size).requires_grad_()
-            y = batch(size).requires_grad_()
-            output, expected = pipeline(x), reference(y)
-            torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
-            grads = torch.autograd.grad(output.square().sum(), [x, *pipeline.parameters()])
-            others = torch.autograd.grad(expected.square().sum(), [y, *reference.parameters()])
-            torch.testing.assert_close(grads, others, rtol=0, atol=1e-10)
+            found, expected = (outcome(each, batch(size)) for each in (pipeline, reference))
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_stages_are_ordered_by_index() -> None:
@@ -139,9 +134,7 @@ def test_layers_of_a_stage_that_change_later() -> None:
         with pytest.raises(RuntimeError, match="layers of stage 1 have changed since"):
             pipeline(batch(4))
         pipeline = copy.deepcopy(pipeline)
-    with pytest.raises(
-        RuntimeError, match=r"replace them in the pipeline, pipeline.partitions\[1\]"
-    ):
+    with pytest.raises(RuntimeError, match=r"replace them in the pipeline, pipeline.partitions"):
         pipeline.train_step(batch(4), None, torch.mean)
     pipeline = PipelineParallel(given, 2)
     pipeline.partitions[1][0] = layer = nn.Linear(5, 4).double()

@@ -34,6 +34,23 @@ def assert_same_gradients(module: nn.Module, other: nn.Module, **tolerances: flo
         torch.testing.assert_close(p.grad, q.grad, **{"rtol": 0, "atol": 1e-10, **tolerances})
 
 
+def outcome(module: nn.Module, x: torch.Tensor, chunks: int = 1) -> list[Any]:
+    """The output of a loop over micro-batches, and the gradients of the sum of its squares by ``x``
+    and by the parameters."""
+    module.zero_grad()
+    leaf = x.detach().clone().requires_grad_()
+    outputs = [module(part) for part in ([leaf] if chunks == 1 else leaf.tensor_split(chunks))]
+    output = outputs[0] if chunks == 1 else torch.cat(outputs)
+    output.square().sum().backward()
+    return [output.detach(), leaf.grad, *(p.grad for p in module.parameters())]
+
+
+def assert_equals_plain(pipe: Pipe, x: torch.Tensor, **tolerances: float) -> None:
+    """Output and gradients are those of the layers without a pipe."""
+    found, expected = outcome(pipe, x), outcome(pipe.to_sequential(), x)
+    torch.testing.assert_close(found, expected, **{"rtol": 0, "atol": 1e-10, **tolerances})
+
+
 def pipe_of(*layers: nn.Module, device: Any = "cpu", chunks: int = 2, **options: Any) -> Pipe:
     """A pipe with a stage for each layer."""
     devices = [device] * len(layers)

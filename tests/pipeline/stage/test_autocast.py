@@ -1,7 +1,4 @@
-"""Pipes under autocast: they have the bits of a loop over micro-batches without the cast cache.
-
-Differences to the loop with the cache stay within error bounds.
-"""
+"""Pipes under autocast have the bits of a loop over micro-batches without the cast cache."""
 
 from __future__ import annotations
 
@@ -13,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from support.error_bounds import gamma
-from support.pipes import Pipe
+from support.pipes import Pipe, assert_same_gradients, on_cpus
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODES = ["never", "except_last", "always"]
 CHUNKS = 16
-BF16, FLOAT = 2.0**-8, 2.0**-24  # Unit roundoffs.
+FLOAT = 2.0**-24  # Its unit roundoff.
 
 
 def plain() -> nn.Sequential:
@@ -76,20 +75,14 @@ def results(
 
 
 def pipe_of(module: nn.Sequential, balance: list[int], checkpoint: str = "never") -> Pipe:
-    devices = ["cpu"] * len(balance)
-    return Pipe(module, balance, devices=devices, chunks=CHUNKS, checkpoint=checkpoint)
+    return on_cpus(module, balance, chunks=CHUNKS, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("balance", [[5], [3, 2]])
 def test_bits_of_the_loop_without_the_cast_cache(
-    balance: list[int],
-    watched: bool,
-    checkpoint: str,
-    execution: str,
-    one_thread: None,
-    x: torch.Tensor,
+    balance: list[int], watched: bool, checkpoint: str, execution: str, x: torch.Tensor
 ) -> None:
     module = plain()
     expected = results(copy.deepcopy(module), x, chunks=CHUNKS, cache=False)
@@ -104,12 +97,7 @@ def test_bits_of_the_loop_without_the_cast_cache(
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("layer", [Twice, InAutocast])
 def test_a_weight_that_is_used_twice(
-    layer: type[Twice],
-    train: bool,
-    checkpoint: str,
-    execution: str,
-    one_thread: None,
-    x: torch.Tensor,
+    layer: type[Twice], train: bool, checkpoint: str, execution: str, x: torch.Tensor
 ) -> None:
     """The weight's bfloat16 gradients are summed in float32, in any order."""
     module, apart = twice(layer, True), twice(layer, False)
@@ -139,7 +127,7 @@ def test_a_weight_that_is_used_twice(
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_training_steps(schedule: str, execution: str, one_thread: None, x: torch.Tensor) -> None:
+def test_training_steps(schedule: str, execution: str, x: torch.Tensor) -> None:
     """There is a backward per micro-batch; those of GPipe are from the last to the first."""
 
     def loss_fn(output: torch.Tensor) -> torch.Tensor:
@@ -155,40 +143,4 @@ def test_training_steps(schedule: str, execution: str, one_thread: None, x: torc
         pipe_of(module, [3, 2]).train_step(
             x, None, loss_fn, schedule=schedule, loss_reduction="sum"
         )
-    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-
-
-def test_the_loop_with_the_cast_cache_differs_by_sums_in_bfloat16(
-    execution: str, one_thread: None, x: torch.Tensor
-) -> None:
-    """With the cache, all micro-batches share the cast weight: gradients are summed in bfloat16.
-
-    The pipe sums the same terms in float32. Its sums are closer to the exact sums, and to the
-    gradients without autocast.
-    """
-    module = plain()
-    parts, whole = copy.deepcopy(module), copy.deepcopy(module).double()
-    cached = results(copy.deepcopy(module), x, chunks=CHUNKS)
-    found = results(pipe_of(module, [3, 2]), x)
-    assert torch.equal(found[0], cached[0])
-    assert torch.equal(found[1], cached[1])
-
-    terms: list[list[torch.Tensor]] = []
-    for part in x.tensor_split(CHUNKS):
-        parts.zero_grad()
-        terms.append(results(parts, part)[2:])
-    whole(x.double()).square().sum().backward()
-    distances = [0.0] * 4
-    for own, other, exact, *shares in zip(
-        found[2:], cached[2:], [p.grad for p in whole.parameters()], *terms, strict=True
-    ):
-        stacked = torch.stack(shares).double()  # [CHUNKS, *parameter]
-        total, magnitude = stacked.sum(0), stacked.abs().sum(0)
-        assert ((own - total).abs() <= gamma(CHUNKS - 1, FLOAT) * magnitude).all()
-        assert ((other - total).abs() <= gamma(CHUNKS - 1, BF16) * magnitude).all()
-        for i, error in enumerate((own - total, other - total, own - exact, other - exact)):
-            distances[i] += error.double().square().sum().item()
-    of_pipe, of_loop, of_pipe_from_exact, of_loop_from_exact = distances
-    assert of_pipe < of_loop
-    assert of_pipe_from_exact < of_loop_from_exact
+    assert_same_gradients(module, reference, atol=0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.function_layer import FunctionLayer
 from support.pipes import Pipe, on_cpus
 from torch import nn
 
@@ -128,10 +129,7 @@ def test_a_layer_that_occurs_twice(execution: str) -> None:
 
 
 def test_other_errors_have_no_note(execution: str) -> None:
-    class NoTensor(nn.Module):
-        def forward(self, x: torch.Tensor) -> str:
-            return "text"
-
+    layer = FunctionLayer(lambda x: "text")
     with pytest.raises(TypeError, match="output of stage 1") as caught:
-        pipe_with(NoTensor(), balance=[2, 1, 1], devices=["cpu"] * 3)(torch.ones(4, 2))
+        pipe_with(layer, balance=[2, 1, 1], devices=["cpu"] * 3)(torch.ones(4, 2))
     assert not hasattr(caught.value, "__notes__")

@@ -30,22 +30,6 @@ def test_split_keeps_names_modes_and_a_layer_used_twice() -> None:
     assert not first.training and not second.training
 
 
-@pytest.mark.parametrize(
-    ("balance", "devices", "error", "message"),
-    [
-        ([1, 1], 2, ValueError, "adds up to 2 layers, but the module has 3"),
-        ([3, 0], 2, ValueError, "at least one layer"),
-        ([1, 2], 1, IndexError, "1 devices for 2 partitions"),
-    ],
-)
-def test_split_errors(
-    balance: list[int], devices: int, error: type[Exception], message: str
-) -> None:
-    module = nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU())
-    with pytest.raises(error, match=message):
-        split_module(module, balance, [CPU] * devices)
-
-
 def test_parameters_shared_across_devices_are_refused() -> None:
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     b.weight = a.weight

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from support.function_layer import FunctionLayer
 from support.pipes import Pipe, on_cpus
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -36,12 +37,9 @@ class Noisy(nn.Module):
 
 def build() -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(Wide(), Noisy(), Wide(), Noisy(), nn.Dropout(0.5)).double()
-
-
-class Wide(nn.Module):
-    def forward(self, x):
-        return torch.stack([x, x], dim=1)
+    wide = lambda x: torch.stack([x, x], dim=1)
+    layers = FunctionLayer(wide), Noisy(), FunctionLayer(wide), Noisy(), nn.Dropout(0.5)
+    return nn.Sequential(*layers).double()
 
 
 def results(pipe: Pipe, seed: int) -> list[torch.Tensor]:
@@ -84,18 +82,12 @@ def test_checkpointing_does_not_change_the_masks(place: torch.device) -> None:
         assert torch.equal(value, other)
 
 
-class OwnDropout(nn.Module):
-    """Dropout in a layer of unknown class, which might write to its input."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(x, 0.5)
-
-
 @pytest.mark.parametrize("features", [3, 4])
 def test_forward_and_recomputation_have_one_mask_for_any_alignment(
     features: int, place: torch.device
 ) -> None:
-    layers = nn.Sequential(OwnDropout(), nn.Identity())
+    """The layer is of an unknown class, which might write to its input."""
+    layers = nn.Sequential(FunctionLayer(lambda x: F.dropout(x, 0.5)), nn.Identity())
     pipe = Pipe(layers, [1, 1], devices=[place] * 2, chunks=4, checkpoint="always")
     x = torch.rand(13, features, requires_grad=True)
     for _ in range(3):
@@ -132,27 +124,23 @@ def test_the_callers_generator_advances_by_one_number(training: bool, place: tor
     assert torch.equal(torch.rand(4), there)
 
 
-class Recurrent(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(6, 6, num_layers=2, dropout=dropout, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lstm(x)[0]
+def recurrent(dropout: float) -> nn.Sequential:
+    lstm = nn.LSTM(6, 6, num_layers=2, dropout=dropout, batch_first=True)
+    return nn.Sequential(lstm, FunctionLayer(lambda y: y[0]))
 
 
 @pytest.mark.parametrize("begins", ["at once", "in training mode", "with a probability"])
 def test_randomness_inside_cpp_stays_on_one_thread(begins: str) -> None:
     """An LSTM draws its dropout masks in C++, where lanes cannot intercept it."""
     torch.manual_seed(0)
-    layers = [Recurrent(0.0 if begins == "with a probability" else 0.5) for _ in range(2)]
+    layers = [recurrent(0.0 if begins == "with a probability" else 0.5) for _ in range(2)]
     pipe = on_cpus(nn.Sequential(*layers), [1, 1], chunks=2)
     if begins != "at once":
         pipe.train(begins == "with a probability")
         pipe(torch.ones(4, 3, 6))
         assert not needs_one_thread(pipe)
         for layer in layers:
-            layer.lstm.train().dropout = 0.5
+            layer[0].train().dropout = 0.5
     torch.manual_seed(1)
     first = pipe(torch.ones(4, 3, 6))
     assert needs_one_thread(pipe)

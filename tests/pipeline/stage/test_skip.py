@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import Pipe, assert_same_gradients, on_cpus
+from support.pipes import Pipe, assert_equals_plain, assert_same_gradients, on_cpus, pipe_of
 from support.skip_layers import Pop, Stash
 from torch import nn
 
@@ -83,16 +83,9 @@ def build(name: str) -> nn.Sequential:
 def test_equals_the_unwrapped_module(
     name: str, balance: list[int], checkpoint: str, place: torch.device
 ) -> None:
-    plain, piped = build(name), build(name)
-    pipe = Pipe(piped, balance, devices=[place] * len(balance), chunks=3, checkpoint=checkpoint)
-    x = torch.randn(8, 5, dtype=torch.float64)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    expected, output = plain(a), pipe(b)
-    expected.square().sum().backward()
-    output.square().sum().backward()
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
-    torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=1e-10)
-    assert_same_gradients(piped, plain)
+    devices = [place] * len(balance)
+    pipe = Pipe(build(name), balance, devices=devices, chunks=3, checkpoint=checkpoint)
+    assert_equals_plain(pipe, torch.randn(8, 5, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -139,13 +132,8 @@ def test_only_the_skip_gets_a_gradient(place: torch.device) -> None:
             skip = yield pop("skip")
             return skip * 3
 
-    module = nn.Sequential(Stash(), nn.Linear(5, 5), Only())
-    reference = copy.deepcopy(module)
-    pipe = Pipe(module, [1, 1, 1], devices=[place] * 3, chunks=2)
-    x = torch.randn(4, 5).requires_grad_()
-    (expected,) = torch.autograd.grad(reference(x).sum(), x)
-    (y,) = torch.autograd.grad(pipe(x).sum(), x)
-    assert torch.equal(y, expected)
+    pipe = pipe_of(Stash(), nn.Linear(5, 5), Only(), device=place)
+    assert_equals_plain(pipe, torch.randn(4, 5))
 
 
 def test_a_layer_may_stash_none(place: torch.device) -> None:

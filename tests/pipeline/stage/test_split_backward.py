@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import on_cpus
+from support.pipes import assert_equals_plain, on_cpus
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrizations import weight_norm
@@ -53,21 +53,12 @@ class Residual(nn.Module):
         return x * self.scale + self.inner(x)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attention(x, x, x)[0]
-
-
 SPLITTABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)), (5, 6)),
     "no bias": (lambda: nn.Linear(6, 4, bias=False), (3, 5, 6)),
     "residual": (lambda: nn.Sequential(Residual(), Residual()), (5, 6)),
     "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (5, 3, 8, 8)),
-    "attention": (lambda: nn.Sequential(Attention(), nn.LayerNorm(6)), (5, 7, 6)),
+    "attention": (lambda: nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), (5, 7, 6)),
     "weight_norm": (lambda: nn.Sequential(weight_norm(nn.Linear(6, 6)), nn.Tanh()), (5, 6)),
     "frozen": (lambda: nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.PReLU()), (5, 6)),
 }
@@ -166,14 +157,8 @@ def test_a_stage_that_returns_its_parameter() -> None:
             return pair[0] @ pair[1]
 
     model = nn.Sequential(nn.Linear(6, 6), Lends(6, 6), Borrows()).double()
-    x = torch.randn(4, 6, dtype=torch.float64)
-    model(x).sum().backward()
-    expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
     pipe = on_cpus(model, [1, 1, 1], chunks=2, checkpoint="never", execution="split")
-    pipe(x).sum().backward()
-    for parameter, grad in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, grad)
+    assert_equals_plain(pipe, torch.randn(4, 6, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("kind", ["on a tensor", "register_prehook", "register_hook"])
@@ -213,7 +198,7 @@ def test_hooks_are_called_once(kind: str) -> None:
                 torch.testing.assert_close(parameter.grad, grad)
 
 
-def test_a_split_pass_has_both_parts_on_its_timeline() -> None:
+def test_a_split_pass_has_both_parts_on_its_timeline_and_a_named_schedule_its_own() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     pipe = on_cpus(model, [1, 1], chunks=3, checkpoint="never", execution="split")
     with pipe.timeline() as timeline:
@@ -221,11 +206,6 @@ def test_a_split_pass_has_both_parts_on_its_timeline() -> None:
     kinds = [(e.action.stage, e.action.kind) for e in timeline.phases[1].events]
     assert sorted(set(kinds)) == [(0, "B"), (1, "I"), (1, "W")]
     assert all(kinds.count(kind) == 3 for kind in set(kinds))
-
-
-def test_execution_does_not_change_a_named_schedule() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    pipe = on_cpus(model, [1, 1], chunks=3, checkpoint="never", execution="split")
     with pipe.timeline() as timeline:
         pipe.train_step(torch.randn(6, 6), None, torch.sum, schedule="gpipe", loss_reduction="sum")
     assert {e.action.kind for e in timeline.phases[0].events} == {"F", "B"}
