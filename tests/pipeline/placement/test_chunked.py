@@ -225,9 +225,8 @@ def test_keyword_arguments_are_ordered_as_the_parameters() -> None:
     x, mask = torch.randn(4, 3), torch.randn(3)
     model = chunked(Masked(), 2)
     assert torch.equal(model(mask=mask, x=x), x * mask)
-    named = chunked(
-        FunctionLayer(lambda **named: named["x"] * named["mask"]), 2
-    )  # They have no order.
+    # Keyword arguments without parameters have no order.
+    named = chunked(FunctionLayer(lambda **named: named["x"] * named["mask"]), 2)
     assert torch.equal(named(x=x, mask=mask), x * mask)
 
 
@@ -262,10 +261,7 @@ def test_deferred_batch_norm_commits_once_per_call(chunks: int) -> None:
     for batch in (9, 8):
         x = torch.randn(batch, 3, dtype=torch.float64)
         plain(x), model(x)
-        norm, expected = model[0], plain[0]
-        assert norm.num_batches_tracked == expected.num_batches_tracked
-        torch.testing.assert_close(norm.running_mean, expected.running_mean, rtol=0, atol=1e-12)
-        torch.testing.assert_close(norm.running_var, expected.running_var, rtol=0, atol=1e-12)
+        torch.testing.assert_close(model[0].state_dict(), plain[0].state_dict(), rtol=0, atol=1e-12)
 
 
 def test_an_exception_of_a_micro_batch_is_raised_and_the_model_stays_usable() -> None:
@@ -321,12 +317,9 @@ def test_a_tensor_in_no_chunk_stays_whole(chunks: int) -> None:
 @pytest.mark.parametrize("kind", ["encoder", "lstm"])
 def test_sequence_first_models(kind: str) -> None:
     def build() -> nn.Module:
-        inner = (
-            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
-            if kind == "encoder"
-            else nn.LSTM(8, 8)
-        )
+        encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
         first = FunctionLayer(lambda y: y[0] if isinstance(y, tuple) else y)
+        inner = encoder if kind == "encoder" else nn.LSTM(8, 8)
         return nn.Sequential(inner, first, nn.Linear(8, 3))
 
     torch.manual_seed(0)

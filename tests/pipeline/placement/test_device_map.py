@@ -72,15 +72,10 @@ def received(module: nn.Module) -> list[str]:
     return seen
 
 
-# ---- one module ----
-
-
 @pytest.mark.parametrize(
     ("processing", "output", "expected"), [("meta", None, META), ("cpu", "meta", META)]
 )
-def test_parallelize_module_and_back(
-    processing: str, output: str | None, expected: torch.device
-) -> None:
+def test_parallelize_module_and_back(processing: str, output: str | None, expected: Any) -> None:
     module = nn.Linear(4, 2)
     assert parallelize_module(module, processing, output) is module
     assert module.weight.device.type == processing
@@ -90,9 +85,6 @@ def test_parallelize_module_and_back(
     assert unparallelize_module(module, "meta").weight.device == META
     with pytest.raises(RuntimeError):
         module(torch.ones(3, 4))
-
-
-# ---- a model ----
 
 
 def test_the_deepest_name_decides_regardless_of_order() -> None:
@@ -168,8 +160,7 @@ def test_equals_the_unwrapped_model(device: torch.device) -> None:
         output["logits"].square().sum().backward()
         grads = [x.grad, *(p.grad.cpu() for p in module.parameters())]
         results.append([output["logits"], *grads])
-    for tensor, expected in zip(*results, strict=True):
-        torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
 
 
 def test_micro_batches_across_devices() -> None:
@@ -229,9 +220,6 @@ class Counter(nn.Module):
 def test_a_module_that_moves_itself() -> None:
     model = parallelize_pipeline(nn.Sequential(nn.Linear(2, 2), Counter()), {"1": "meta"})
     assert model[1].count.device == META and model[0].weight.device == CPU
-
-
-# ---- undoing it ----
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -381,13 +369,7 @@ def scripted() -> nn.Module:
         (Model, {"head": "meta"}, {"chunks": 0}, ValueError, "chunks is 0"),
         (Model, {"head": "meta"}, {"chunks": 1.5}, ValueError, "chunks is 1.5"),
         (Model, {"head": "meta"}, {"chunks": True}, ValueError, "chunks is True"),
-        (
-            tied,
-            {"": "cpu", "1": "meta"},
-            {},
-            ValueError,
-            "'weight' of module '1' is shared by modules on cpu and meta",
-        ),
+        (tied, {"": "cpu", "1": "meta"}, {}, ValueError, "'weight' of module '1' .* cpu and meta"),
         (tied, {"0": "meta"}, {}, ValueError, "'weight' .* by modules on meta and cpu"),
         (held_twice, {"0": "meta", "1": "cpu"}, {}, ValueError, "a module has one place"),
     ],

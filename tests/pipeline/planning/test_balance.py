@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.function_layer import FunctionLayer
 from support.planning import Clock, Work
 from support.skip_layers import Pop, Stash
 from torch import Tensor, nn
@@ -32,9 +33,6 @@ from pipekernels.pipeline.planning.profile import (
 from pipekernels.skip import Namespace
 
 CPU = torch.device("cpu")
-
-
-# ---- balance_by_time ----
 
 
 def test_by_time_counts_forward_and_backward(clock: Clock) -> None:
@@ -73,9 +71,6 @@ def test_both_parts_of_a_backward_are_timed() -> None:
     assert times[0].input_backward == 0 < times[0].backward  # The sample requires no gradient.
     assert times[1].input_backward > 0
     assert times[2].input_backward == times[2].backward  # There are no parameters.
-
-
-# ---- no side effects ----
 
 
 class Awkward(nn.Module):
@@ -119,9 +114,8 @@ def test_profiling_has_no_side_effects(training: bool, around: Any) -> None:
     for name, value in before.state_dict().items():
         assert torch.equal(module.state_dict()[name], value), name
     assert [m.training for m in module.modules()] == [m.training for m in before.modules()]
-    assert [p.requires_grad for p in module.parameters()] == [
-        p.requires_grad for p in before.parameters()
-    ]
+    for now, then in zip(module.parameters(), before.parameters(), strict=True):
+        assert now.requires_grad == then.requires_grad
     assert module[0].calls == module[2].calls == 0
 
 
@@ -137,9 +131,6 @@ def test_modes_of_layers_in_a_training_module_are_kept() -> None:
     module[0].eval()
     balance_by_time(1, module, torch.rand(1), timeout=0, device="cpu")
     assert modes == [False, True] * (1 + PASSES)
-
-
-# ---- balance_by_size ----
 
 
 def test_storages_are_counted_once_by_the_first_layer_that_keeps_them() -> None:
@@ -202,18 +193,12 @@ def test_kept_bytes_of_any_stage_are_those_that_autograd_saves(kinds: list[Any])
 def test_leaves_that_graphs_hold_are_counted() -> None:
     """torchgpipe's test of latent sizes: leaves made by a forward live as long as the graph."""
 
-    class Expand(nn.Module):
-        def __init__(self, times: int) -> None:
-            super().__init__()
-            self.times = times
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(self.times):
-                x = x + torch.rand_like(x, requires_grad=True)
-            return x
+    def expand(times: int) -> nn.Module:
+        made = lambda x: [torch.rand_like(x, requires_grad=True) for _ in range(times)]
+        return FunctionLayer(lambda x: x + sum(made(x)))
 
     sample = torch.rand(10, 10, 10)
-    module = nn.Sequential(*(Expand(i) for i in [1, 2, 3, 4, 5, 6]))
+    module = nn.Sequential(*map(expand, [1, 2, 3, 4, 5, 6]))
     assert balance_by_size(2, module, sample, device="cpu") == [4, 2]
     assert balance_by_size(2, module[::-1], sample, device="cpu") == [2, 4]
 
@@ -233,20 +218,10 @@ def test_chunks_make_activations_smaller() -> None:
     assert balance_by_size(2, module, sample, chunks=16, param_scale=1, device="cpu") == [1, 3]
 
 
-# ---- the interface of fairscale and torchgpipe ----
-
-
 @pytest.mark.parametrize("by", [partial(balance_by_time, timeout=0), balance_by_size])
 def test_tuples_between_layers(by: Any, device: torch.device) -> None:
-    class Twin(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, x.detach()
-
-    class Add(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-            return pair[0] + pair[1]
-
-    module = nn.Sequential(Twin(), Add())
+    twin = FunctionLayer(lambda x: (x, x.detach()))
+    module = nn.Sequential(twin, FunctionLayer(lambda pair: pair[0] + pair[1]))
     assert by(1, module, torch.rand(2, requires_grad=True), device=device) == [2]
     assert by(1, module[1:], (torch.rand(3, 2), torch.rand(3, 2)), device=device) == [1]
 
@@ -254,32 +229,21 @@ def test_tuples_between_layers(by: Any, device: torch.device) -> None:
 @pytest.mark.parametrize("by", [partial(balance_by_time, timeout=0), balance_by_size])
 def test_skips_reach_the_layer_that_pops_them(by: Any) -> None:
     inner, outer = Namespace(), Namespace()
-    module = nn.Sequential(
-        nn.Linear(4, 4),
-        Stash().isolate(outer),
-        Stash().isolate(inner),
-        nn.Linear(4, 4),
-        Pop().isolate(inner),
-        Pop().isolate(outer),
-    )
+    stashes = [Stash().isolate(namespace) for namespace in (outer, inner)]
+    pops = [Pop().isolate(namespace) for namespace in (inner, outer)]
+    module = nn.Sequential(nn.Linear(4, 4), *stashes, nn.Linear(4, 4), *pops)
     assert sum(by(2, module, torch.rand(3, 4), device="cpu")) == 6
 
 
 def test_values_between_layers_may_be_nested() -> None:
-    class Give(nn.Module):
-        def forward(self, value: dict[str, Any]) -> Any:
-            return {"x": [value["x"] @ value["mask"], None], "name": "anything"}
-
-    class Take(nn.Module):
-        def forward(self, value: dict[str, Any]) -> Tensor:
-            return value["x"][0] + len(value["name"])
-
+    give = FunctionLayer(lambda value: {"x": [value["x"] @ value["mask"], None], "name": "any"})
+    take = FunctionLayer(lambda value: value["x"][0] + len(value["name"]))
     sample = {"x": torch.rand(6, 4), "mask": NoChunk(torch.rand(4, 4))}
-    module = nn.Sequential(Give(), Take())
+    module = nn.Sequential(give, take)
     assert balance_by_time(2, module, sample, timeout=0, device="cpu") == [1, 1]
     assert balance_by_size(2, module, sample, chunks=3, device="cpu") == [1, 1]
-    give, take = measure_bytes(module, first_rows(sample, 2), CPU)
-    assert take.inputs == take.outputs == give.outputs == 2 * 4 * 4
+    given, taken = measure_bytes(module, first_rows(sample, 2), CPU)
+    assert taken.inputs == taken.outputs == given.outputs == 2 * 4 * 4
 
 
 def test_blockpartition_returns_the_blocks() -> None:
@@ -299,6 +263,9 @@ def test_the_balance_fits_a_pipe(device: torch.device) -> None:
     assert pipe(sample.to(device)).shape == (10, 10)
 
 
+ON_META = nn.Sequential(nn.ReLU(), nn.Linear(2, 2, device="meta"))
+
+
 @pytest.mark.parametrize("by", [balance_by_time, balance_by_size])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
@@ -309,11 +276,7 @@ def test_the_balance_fits_a_pipe(device: torch.device) -> None:
         ({"partitions": 3}, ValueError, "2 elements cannot be cut into 3"),
         ({"sample": "x"}, TypeError, "the sample must be a tensor .* not str"),
         ({"sample": ()}, TypeError, "not an empty tuple"),
-        (
-            {"module": nn.Sequential(nn.ReLU(), nn.Linear(2, 2, device="meta"))},
-            ValueError,
-            "layer 1 has weights on the meta device.*to_empty",
-        ),
+        ({"module": ON_META}, ValueError, "layer 1 has weights on the meta device.*to_empty"),
     ],
 )
 def test_errors(by: Any, change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -346,9 +309,7 @@ def test_errors_of_one_function_only() -> None:
             balance_by_size(1, module, sample, chunks=chunks, device="cpu")
     with pytest.raises(ValueError, match="param_scale is -2"):
         balance_by_size(1, module, sample, param_scale=-2, device="cpu")
-    with pytest.raises(
-        ValueError, match="sample tensor 1 has batch size 3 and sample tensor 0 has 2"
-    ):
+    with pytest.raises(ValueError, match="sample tensor 1 has batch size 3 and sample tensor 0"):
         balance_by_size(1, module, (sample, torch.rand(3, 2)), device="cpu")
 
 

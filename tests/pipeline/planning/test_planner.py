@@ -65,9 +65,6 @@ def settings_of(lanes: int, layers: int, batch: int, max_chunks: int) -> list[Se
     return planner.possible_settings(lanes, layers, batch, max_chunks, SCHEDULES)
 
 
-# ---- simple reference code for predictions ----
-
-
 def step(costs: list[LayerCost], hand_off: float, setting: Setting, balance: list[int]) -> float:
     parts, lane_of = slices(balance), setting.program.lane_of
 
@@ -116,9 +113,6 @@ def peaks(
         peak += 2 * layers[-1].outputs(batch) * (stage == len(balance) - 1)
         total[devices[lane]] += peak
     return total
-
-
-# ---- the model ----
 
 
 @given(
@@ -177,9 +171,6 @@ def test_predictions_and_their_bounds(
     for stage, (begin, end) in enumerate(pairwise(edges)):
         total[DEVICES[setting.program.lane_of[stage]]] += forecast.stage_bytes(stage, begin, end)
     assert total == pytest.approx(peaks(costs, setting, balance, DEVICES))
-
-
-# ---- the choice ----
 
 
 @settings(deadline=None, max_examples=30)
@@ -248,9 +239,6 @@ def test_settings_are_distinct_and_complete(name: str) -> None:
     assert len({(len(s.rows), s.recomputed) for s in found}) == len(found) == 2 + 3 + 3
 
 
-# ---- from a module to a pipe ----
-
-
 def test_planning_a_module(clock: Clock) -> None:
     """Layers take 1 ms forward and 2 ms backward for any number of rows.
 
@@ -288,9 +276,8 @@ def test_a_plan_builds_the_pipe_that_it_describes(schedule: str) -> None:
     described = plan.balance, plan.chunks, plan.checkpoint
     assert (pipe.balance, pipe.chunks, pipe.checkpoint) == described
     torch.testing.assert_close(pipe(sample), expected)
-    loss = pipe.train_step(
-        sample, torch.zeros(6, 2), nn.functional.mse_loss, **plan.train_arguments
-    )
+    target = torch.zeros(6, 2)
+    loss = pipe.train_step(sample, target, nn.functional.mse_loss, **plan.train_arguments)
     torch.testing.assert_close(loss, expected.square().mean())
 
 
@@ -338,6 +325,9 @@ def test_by_default_a_lane_per_intra_op_thread() -> None:
         assert [stage.device for stage in plan.stages] == [CPU] * 2
 
 
+INTERLEAVED = {"schedules": ["interleaved"], "devices": ["cpu"] * 2}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -351,11 +341,7 @@ def test_by_default_a_lane_per_intra_op_thread() -> None:
         ({"schedules": ["fifo"]}, ValueError, "'fifo'; it must be one of gpipe"),
         ({"schedules": []}, ValueError, "no schedule"),
         ({"schedules": "gpipe"}, TypeError, "schedules is 'gpipe'; give a list"),
-        (
-            {"schedules": ["interleaved"], "devices": ["cpu"] * 2},
-            ValueError,
-            "2 layers on 2 lanes.*'interleaved' needs 2 layers per lane",
-        ),
+        (INTERLEAVED, ValueError, "2 layers on 2 lanes.*'interleaved' needs 2 layers per lane"),
         ({"devices": "cpu"}, TypeError, r"devices is 'cpu'; give a list, such as \['cpu'\]"),
         ({"devices": []}, ValueError, "0 devices for 2 layers"),
         ({"devices": ["cpu"] * 3}, ValueError, "3 devices for 2 layers.*one per layer"),
@@ -364,21 +350,11 @@ def test_by_default_a_lane_per_intra_op_thread() -> None:
         ({"memory_limit": float("nan")}, ValueError, "memory_limit is nan"),
         ({"memory_limit": "2 GiB"}, ValueError, "memory_limit is '2 GiB'"),
         ({"timeout": -1.0}, ValueError, "timeout is -1.0"),
-        (
-            {"memory_limit": 10},
-            ValueError,
-            r"fits into 10 bytes .* smallest peak found is \d+ bytes",
-        ),
+        ({"memory_limit": 10}, ValueError, r"fits into 10 bytes .* smallest peak found is \d+"),
     ],
 )
 def test_errors(change: dict[str, object], error: type[Exception], message: str) -> None:
-    arguments: dict[str, object] = {
-        "module": nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
-        "sample": torch.rand(2, 2),
-        "devices": ["cpu"],
-        "timeout": 0.0,
-        **change,
-    }
-    module, sample = arguments.pop("module"), arguments.pop("sample")
+    module, sample = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.rand(2, 2)
+    arguments = {"module": module, "sample": sample, "devices": ["cpu"], "timeout": 0.0}
     with pytest.raises(error, match=message):
-        plan_pipeline(module, sample, **arguments)
+        plan_pipeline(**arguments | change)

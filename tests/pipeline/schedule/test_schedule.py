@@ -25,9 +25,8 @@ def test_backward_starts_with_the_last_micro_batch() -> None:
 
 
 def test_forwards_run_depth_first_on_one_thread() -> None:
-    assert [(a.micro_batch, a.stage) for a in gpipe(2, 3).forwards.order] == [
-        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
-    ]  # fmt: skip
+    order = [(a.micro_batch, a.stage) for a in gpipe(2, 3).forwards.order]
+    assert order == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

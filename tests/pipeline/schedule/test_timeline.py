@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.function_layer import FunctionLayer
+from support.pipes import pipe_of
 from torch import nn
 
-from pipekernels import Communicator, Pipe
+from pipekernels import Communicator
 from pipekernels.pipeline.schedule.program import Action, gpipe
 from pipekernels.pipeline.schedule.timeline import Event, Phase, Timeline
 
@@ -46,10 +48,7 @@ def test_str_of_a_timeline() -> None:
         "Timeline: 1 forward; stages: 2, micro-batches: 2; "
         "3e+03 ms, utilisation 66.7% (ideal 66.7%)"
     )
-    pipe = Pipe(
-        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1, 1],
-        devices=["cpu"] * 3, chunks=4,
-    )  # fmt: skip
+    pipe = pipe_of(*(nn.Linear(2, 2) for _ in range(3)), chunks=4)
     with pipe.timeline() as timeline:
         for rows in (3, 4):
             pipe(torch.ones(rows, 2)).sum().backward()
@@ -65,10 +64,8 @@ def test_str_of_a_timeline() -> None:
 def test_a_pipe_records_forward_and_backward(
     checkpoint: str, tmp_path: Path, device: torch.device
 ) -> None:
-    pipe = Pipe(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=[device] * 2, chunks=3,
-        checkpoint=checkpoint,
-    )  # fmt: skip
+    layers = nn.Linear(4, 4), nn.Linear(4, 4)
+    pipe = pipe_of(*layers, device=device, chunks=3, checkpoint=checkpoint)
     x = torch.randn(6, 4, device=device)
     pipe(x).sum().backward()
     with pipe.timeline() as timeline:
@@ -102,14 +99,13 @@ def test_the_timelines_of_all_ranks_in_one_file(
 def save_in_one_file(rank: int, folder: str) -> None:
     """Rank 1 comes late to the sum within a stage: rank 0 waits for it."""
 
-    class Sum(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if rank == 1:
-                time.sleep(0.05)
-            return comm.all_reduce(x.clone())
+    def add(x: torch.Tensor) -> torch.Tensor:
+        if rank == 1:
+            time.sleep(0.05)
+        return comm.all_reduce(x.clone())
 
     with Communicator.from_process_group() as comm:
-        pipe = Pipe(nn.Sequential(nn.Identity(), Sum()), [1, 1], devices=["cpu"] * 2, chunks=2)
+        pipe = pipe_of(nn.Identity(), FunctionLayer(add))
         with pipe.timeline() as timeline, torch.no_grad():
             pipe(torch.ones(4, 2))
     path = Path(folder, f"rank {rank}.json")
@@ -140,7 +136,7 @@ def save_in_one_file(rank: int, folder: str) -> None:
 @pytest.mark.processes  # matplotlib asks a program for the fonts, the first time on a machine.
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=["cpu"], chunks=2)
+    pipe = pipe_of(nn.Linear(4, 4))
     with pipe.timeline() as timeline:
         pipe(torch.ones(4, 4))
     timeline.save_png(tmp_path / "timeline.png")
@@ -150,15 +146,14 @@ def test_a_picture(tmp_path: Path) -> None:
 def test_a_timeline_shows_the_time_of_the_device(device: torch.device) -> None:
     """An event lasts as long as the device works, not only as long as the launch takes."""
 
-    class Slow(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.is_cuda:
-                torch.cuda._sleep(50_000_000)  # Clock cycles: at least 20 ms.
-            else:
-                time.sleep(0.02)
-            return x
+    def work(x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:
+            torch.cuda._sleep(50_000_000)  # Clock cycles: at least 20 ms.
+        else:
+            time.sleep(0.02)
+        return x
 
-    pipe = Pipe(nn.Sequential(Slow(), nn.Identity()), [1, 1], devices=[device] * 2, chunks=2)
+    pipe = pipe_of(FunctionLayer(work), nn.Identity(), device=device)
     with pipe.timeline() as timeline:
         pipe(torch.ones(2, 2, device=device))
     (phase,) = timeline.phases
@@ -168,7 +163,7 @@ def test_a_timeline_shows_the_time_of_the_device(device: torch.device) -> None:
 
 
 def test_nested_timelines_and_backwards_outside_of_the_block() -> None:
-    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu"] * 2)
+    pipe = pipe_of(nn.Linear(2, 2), nn.Linear(2, 2), chunks=1)
     with pipe.timeline() as outer:
         y = pipe(torch.ones(4, 2))
         with pipe.timeline() as inner:

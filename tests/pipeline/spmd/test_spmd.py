@@ -81,11 +81,6 @@ def equals_sequential(comm: Communicator) -> None:
             ).requires_grad
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_equals_the_sequential_model(world_size: int) -> None:
-    run_processes(world_size, equals_sequential, limit=LIMIT)
-
-
 def arguments(comm: Communicator) -> None:
     """Unsplit arguments, an enclosing mesh, no ``x`` on the last stage, unusual tensors."""
     with line(comm):
@@ -126,10 +121,6 @@ def arguments(comm: Communicator) -> None:
             torch.testing.assert_close(output, z, **exactly)
 
 
-def test_arguments_and_unusual_tensors() -> None:
-    run_processes(2, arguments, limit=LIMIT)
-
-
 def batch_norm(comm: Communicator) -> None:
     """Statistics are those of the whole batch, without a batch that failed on another stage."""
     mesh, x = line(comm), randn(6, WIDTH)
@@ -143,10 +134,6 @@ def batch_norm(comm: Communicator) -> None:
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(norm.state_dict()[name], value, rtol=0, atol=1e-10)
     assert norm.num_batches_tracked == 1
-
-
-def test_deferred_batch_norm_is_committed_once() -> None:
-    run_processes(2, batch_norm, limit=LIMIT)
 
 
 class Dropped(nn.Module):
@@ -231,10 +218,6 @@ def autograd(comm: Communicator) -> None:
     assert_same_grads(module, reference[comm.rank])
 
 
-def test_autograd() -> None:
-    run_processes(2, autograd, limit=LIMIT)
-
-
 def loop_of_steps(comm: Communicator) -> None:
     mesh, world_size, m = line(comm), comm.world_size, 3
     modules = stages(world_size)
@@ -273,11 +256,6 @@ def loop_of_steps(comm: Communicator) -> None:
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_loop_of_steps_equals_the_pipeline(world_size: int) -> None:
-    run_processes(world_size, loop_of_steps, limit=LIMIT)
-
-
 def compiled_program(comm: Communicator) -> None:
     from torch._dynamo.testing import CompileCounter  # Slow to import.
 
@@ -303,6 +281,14 @@ def compiled_program(comm: Communicator) -> None:
     assert around.frame_count == 2  # The code before and after the pipeline.
 
 
-@pytest.mark.compile
-def test_a_pipeline_is_a_graph_break_of_a_compiled_program() -> None:
-    run_processes(2, compiled_program, limit=LIMIT)
+@pytest.mark.parametrize(
+    ("body", "world_size"),
+    [
+        *((equals_sequential, world_size) for world_size in (1, 2, 3)),
+        *((body, 2) for body in (arguments, batch_norm, autograd)),
+        *((loop_of_steps, world_size) for world_size in (1, 3)),
+        pytest.param(compiled_program, 2, marks=pytest.mark.compile),
+    ],
+)
+def test_on_ranks(body: Callable[[Communicator], None], world_size: int) -> None:
+    run_processes(world_size, body, limit=LIMIT)

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,6 @@ def different_counts(comm: Communicator) -> None:
         assert_equals_sequential(comm, mesh, stages(3), randn(6, WIDTH), 2)
 
 
-def test_numbers_of_micro_batches_that_differ_between_stages() -> None:
-    run_processes(3, different_counts, limit=LIMIT)
-
-
-def test_an_exception_reaches_every_rank() -> None:
-    run_processes(3, failures, limit=LIMIT)
-
-
 class Dying(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -149,8 +142,11 @@ def bad_arguments(comm: Communicator) -> None:
         refused(ValueError, "rank 1 is not in the mesh", module, x, elsewhere, 1)
 
 
-def test_bad_arguments() -> None:
-    run_processes(2, bad_arguments, limit=LIMIT)
+@pytest.mark.parametrize(
+    ("body", "world_size"), [(different_counts, 3), (failures, 3), (bad_arguments, 2)]
+)
+def test_on_ranks(body: Callable[[Communicator], None], world_size: int) -> None:
+    run_processes(world_size, body, limit=LIMIT)
 
 
 def threads_of_gloo() -> list[str]:

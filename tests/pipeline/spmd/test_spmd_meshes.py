@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,10 +64,6 @@ def data_parallel(comm: Communicator) -> None:
     torch.testing.assert_close(output, expected if pipe == 1 else 0 * expected, **exactly)
 
 
-def test_data_parallelism_over_the_other_dimension() -> None:
-    run_processes(4, data_parallel, limit=LIMIT)
-
-
 def tensor_parallel(comm: Communicator) -> None:
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -105,10 +102,6 @@ def tensor_parallel(comm: Communicator) -> None:
     torch.testing.assert_close(output, expected if pipe == 1 else 0 * expected, **exactly)
     for p, q in zip(module.parameters(), reference[pipe].parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, **exactly)
-
-
-def test_tensor_parallelism_over_the_other_dimension() -> None:
-    run_processes(4, tensor_parallel, limit=LIMIT)
 
 
 class Masks(nn.Module):
@@ -152,5 +145,6 @@ def random_numbers(comm: Communicator) -> None:
     assert_equal_on_all_ranks(torch.rand(1))
 
 
-def test_random_numbers_belong_to_rank_and_micro_batch() -> None:
-    run_processes(4, random_numbers, limit=LIMIT)
+@pytest.mark.parametrize("body", [data_parallel, tensor_parallel, random_numbers])
+def test_on_ranks(body: Callable[[Communicator], None]) -> None:
+    run_processes(4, body, limit=LIMIT)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.function_layer import FunctionLayer
 from support.ranks import run_processes
+from support.skip_layers import Pop, Stash
 from torch import Tensor, nn
 
 from pipekernels import Communicator, Pipe
-from pipekernels.skip import pop, skippable, stash
 
 CHUNKS = 4
 LIMIT = 100.0
@@ -34,27 +34,11 @@ def model() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-@skippable(stash=["skip"])
-class Down(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[Any]:
-        yield stash("skip", x)
-        return x
-
-
-@skippable(pop=["skip"])
-class Up(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[Any]:
-        skip = yield pop("skip")
-        return x + skip
-
-
 def forked_model() -> nn.Sequential:
     """Its second stage takes a tuple."""
     torch.manual_seed(3)
-    fork, join = (
-        FunctionLayer(lambda x: (x, x.sin())),
-        FunctionLayer(lambda pair: pair[0] * pair[1]),
-    )
+    fork = FunctionLayer(lambda x: (x, x.sin()))
+    join = FunctionLayer(lambda pair: pair[0] * pair[1])
     return nn.Sequential(nn.Linear(6, 6), fork, join, nn.Linear(6, 6)).double()
 
 
@@ -170,7 +154,7 @@ def take_stages(comm: Communicator) -> None:
     refused("'6.weight' is shared by stages 0 and 1", piped(*tied, balance=[4, 4]))
     norm = piped(nn.BatchNorm1d(6), nn.Tanh(), balance=[1, 1], deferred_batch_norm=True)
     refused("stage 0 has deferred batch norm", norm)
-    layers = Down(), Up(), nn.Tanh()
+    layers = Stash(), Pop(), nn.Tanh()
     piped(*layers, balance=[2, 1]).to_torch_stage()
     message = "stage 1 pops 'skip', which an earlier stage stashes"
     refused(message, piped(*layers, balance=[1, 2]))
