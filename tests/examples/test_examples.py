@@ -39,6 +39,13 @@ def run(program: str, *more: str) -> str:
     return run_program(ROOT / path, *arguments, *more, folder=ROOT, ranks=ranks)
 
 
+def assert_losses_fall(printed: str, before: str = ": +", after: str = "") -> None:
+    """The program compares them with those of one process, which it prints as well."""
+    losses = rf"{before}((?:\d\.\d{{6}} ?)+){after}"
+    ranks, one = (found.split() for found in re.findall(losses, printed, re.MULTILINE))
+    assert len(ranks) == len(one) == 5 and float(ranks[-1]) < float(ranks[0])
+
+
 @pytest.mark.parametrize("sample", [[], ["--sample"]])
 def test_generate(sample: list[str]) -> None:
     pytest.importorskip("transformers")
@@ -79,34 +86,23 @@ def test_train_pipeline_tensor_as_a_user_starts_it() -> None:
         cwd=ROOT, check=False, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    two, one = re.findall(r": ((?:\d\.\d{6} ?)+)", done.stdout)
-    assert len(two.split()) == len(one.split()) == 5
-    assert float(two.split()[-1]) < float(two.split()[0])
+    assert_losses_fall(done.stdout)
 
 
 @needs_the_backend
 def test_ddp() -> None:
-    printed = run("ddp.py", "--steps", "5")
-    two, one = re.findall(r": ((?:\d\.\d{6} ?)+)", printed)
-    assert len(two.split()) == len(one.split()) == 5
-    assert float(two.split()[-1]) < float(two.split()[0])
+    assert_losses_fall(run("ddp.py", "--steps", "5"))
 
 
 @pytest.mark.full
 def test_finetune_lora(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    printed = run("finetune_lora.py", "--steps", "5", "--output", str(tmp_path))
-    two, one = re.findall(r": ((?:\d\.\d{6} ?)+)", printed)
-    assert len(two.split()) == len(one.split()) == 5
-    assert float(two.split()[-1]) < float(two.split()[0])
+    assert_losses_fall(run("finetune_lora.py", "--steps", "5", "--output", str(tmp_path)))
     assert (tmp_path / "checkpoint-5" / "adapter_model.safetensors").is_file()
 
 
 def test_from_fairscale() -> None:
-    printed = run("from_fairscale.py", "--steps", "5")
-    pipe, plain = re.findall(r": +((?:\d\.\d{6} ?)+)", printed)
-    assert len(pipe.split()) == len(plain.split()) == 5
-    assert float(pipe.split()[-1]) < float(pipe.split()[0])
+    assert_losses_fall(run("from_fairscale.py", "--steps", "5"))
 
 
 def test_schedule_timeline(tmp_path: Path) -> None:
@@ -122,14 +118,12 @@ def test_schedule_timeline(tmp_path: Path) -> None:
 def test_hosts() -> None:
     printed = run("hosts.py", "--steps", "5")
     assert "4 ranks on 2 hosts, 2 on each" in printed
-    all_ranks, one = re.findall(r": +((?:\d\.\d{6} ?)+)", printed)
-    assert len(all_ranks.split()) == len(one.split()) == 5
-    assert float(all_ranks.split()[-1]) < float(all_ranks.split()[0])
+    assert_losses_fall(printed)
 
 
 @needs_the_backend
 def test_fsdp() -> None:
-    assert_losses_fall("fsdp.py", "2 ranks")
+    assert_last_loss_is_lower("fsdp.py", "2 ranks")
 
 
 @needs_the_backend
@@ -165,11 +159,10 @@ def test_trainer_ddp() -> None:
 @needs_the_backend
 def test_lightning_ddp() -> None:
     pytest.importorskip("lightning")
-    assert_losses_fall("lightning_ddp.py", "pipekernels, 2 ranks")
+    assert_last_loss_is_lower("lightning_ddp.py", "pipekernels, 2 ranks")
 
 
-def assert_losses_fall(program: str, who: str) -> None:
-    """The program compares them with those of one process."""
+def assert_last_loss_is_lower(program: str, who: str) -> None:
     printed = run(program, "--steps", "5")
     first, last = re.findall(rf"{who}: (\S+) to (\S+)", printed)[0]
     assert float(last) < float(first)
@@ -178,9 +171,7 @@ def assert_losses_fall(program: str, who: str) -> None:
 def test_ray_train() -> None:
     pytest.importorskip("ray.train.torch")
     printed = run("ray_train.py", "--steps", "5")
-    ranks, one = re.findall(r"(?:pipekernels|process): ((?:\d\.\d{6} ?)+)$", printed, re.MULTILINE)
-    assert len(ranks.split()) == len(one.split()) == 5
-    assert float(ranks.split()[-1]) < float(ranks.split()[0])
+    assert_losses_fall(printed, "(?:pipekernels|process): ", "$")
 
 
 def test_every_program_is_run_here() -> None:

@@ -70,9 +70,7 @@ def test_a_loss_of_an_attribute_is_refused(execution: str, mode: str, stage: int
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_loss_inside_the_pipe_of_an_attribute_is_refused(
-    execution: str, schedule: str, stage: int
-) -> None:
+def test_an_attribute_in_a_step_is_refused(execution: str, schedule: str, stage: int) -> None:
     pipe = make(Leaves)
 
     def loss(output: torch.Tensor, _: Any) -> torch.Tensor:

@@ -39,9 +39,7 @@ def on(place: torch.device, module: nn.Sequential, balance: list[int], **kwargs:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batch", [7, 16])
-def test_same_bits_as_a_one_thread_loop(
-    batch: int, mode: str, execution: str, one_thread: None
-) -> None:
+def test_bits_of_a_one_thread_loop(batch: int, mode: str, execution: str, one_thread: None) -> None:
     """Two lanes share the two intra-op threads: each uses one, inline too."""
     module, x = mlp(32, torch.float32), torch.randn(batch, 32)
     expected = outcome(module, x, chunks=4)

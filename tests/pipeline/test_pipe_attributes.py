@@ -19,6 +19,9 @@ from support.pipes import Pipe, on_cpus, pipe_of
 from torch import nn
 
 from pipekernels import NoChunk, PipelineParallel, PipelineStage
+from pipekernels.pipeline.stage.partition import split_module
+
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def mlp() -> nn.Sequential:
@@ -61,15 +64,11 @@ def test_errors_of_other_state_dicts_name_the_remedy() -> None:
     bare = copy.deepcopy(module.state_dict())
     given = on_cpus(module, [2, 3]).state_dict()
     other = on_cpus(mlp(), [3, 2])
-    with pytest.raises(
-        RuntimeError, match=r"Missing key.*\n.*\n.*another balance.*to_sequential\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"Missing key(.*\n){2}.*another balance.*to_sequential"):
         other.load_state_dict(given)
     other.to_sequential().load_state_dict({k.split(".", 2)[2]: v for k, v in given.items()})
     assert torch.equal(other(x), expected)
-    with pytest.raises(
-        RuntimeError, match=r"of the bare module: load it by pipe.to_sequential\(\)"
-    ):
+    with pytest.raises(RuntimeError, match="of the bare module: load it by pipe.to_sequential"):
         other.load_state_dict(bare)
     for wrong in ({}, {**given, "more": x}, {k: v[:1] for k, v in other.state_dict().items()}):
         with pytest.raises(RuntimeError, match="Error.s. in loading state_dict") as caught:
@@ -260,3 +259,44 @@ def test_a_model_with_a_pipe_cannot_move_it() -> None:
     assert pipe.devices == [p.device for p in (pipe[0].weight, pipe[2].weight)]
     model.to("cpu").float()
     assert pipe[0].weight.dtype == torch.float32
+
+
+def test_the_default_balance_goes_by_parameters() -> None:
+    module = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(10, 10), nn.Linear(10, 10))
+    assert Pipe(module, devices=["cpu"] * 2).balance == [1, 3]
+
+
+def test_split_keeps_names_modes_and_a_layer_used_twice() -> None:
+    shared = nn.Linear(2, 2)
+    module = nn.Sequential()
+    module.add_module("a", shared)
+    module.add_module("b", nn.ReLU())
+    module.add_module("c", shared)
+    module.eval()
+    first, second = split_module(module, [1, 2], [CPU, CPU])
+    assert list(first._modules) == ["a"] and list(second._modules) == ["b", "c"]
+    assert first.a is second.c
+    assert not first.training and not second.training
+
+
+def test_parameters_shared_across_devices_are_refused() -> None:
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    b.weight = a.weight
+    with pytest.raises(ValueError, match="shared by stages on cpu and meta"):
+        split_module(nn.Sequential(a, b), [1, 1], [CPU, META])
+
+
+def test_a_module_with_buffers_shared_across_devices_is_refused() -> None:
+    norm = nn.BatchNorm1d(2, affine=False)
+    module = nn.Sequential(norm, nn.Linear(2, 2), nn.Sequential(norm))
+    with pytest.raises(ValueError, match=r"module '2\.0' is shared by stages on cpu and meta"):
+        split_module(module, [2, 1], [CPU, META])
+    assert len(split_module(module, [2, 1], [CPU] * 2)) == 2
+
+
+def test_a_buffer_shared_by_modules_is_copied_across_devices() -> None:
+    module = nn.Sequential(*(nn.BatchNorm1d(2, affine=False) for _ in range(2)))
+    module[1].running_mean = module[0].running_mean
+    first, second = split_module(module, [1, 1], [CPU, META])
+    assert first[0].running_mean.device.type == "cpu"
+    assert second[0].running_mean.device.type == "meta"

@@ -15,6 +15,7 @@ from torch.torch_version import TorchVersion
 from pipekernels import Communicator, Pipe, tensor_parallelize
 
 pytestmark = pytest.mark.processes
+Shard = Callable[[Communicator], nn.Sequential]
 
 
 def model() -> nn.Sequential:
@@ -54,9 +55,7 @@ def local(grad: Tensor) -> Tensor:
     return grad.to_local() if hasattr(grad, "to_local") else grad
 
 
-def pipe_on_rank(
-    comm: Communicator, shard: Callable[[Communicator], nn.Sequential], schedule: str | None
-) -> None:
+def pipe_on_rank(comm: Communicator, shard: Shard, schedule: str | None) -> None:
     plain = model()
     x = torch.randn(12, 8, dtype=torch.float64)
     expected = plain(x).square().mean()
@@ -87,9 +86,7 @@ def pipe_on_rank(
         (by_pipekernels_in_a_pipe, None),
     ],
 )
-def test_a_pipe_of_sharded_layers(
-    shard: Callable[[Communicator], nn.Sequential], schedule: str | None
-) -> None:
+def test_a_pipe_of_sharded_layers(shard: Shard, schedule: str | None) -> None:
     run_processes(2, pipe_on_rank, shard, schedule)
 
 

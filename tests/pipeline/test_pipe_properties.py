@@ -88,9 +88,7 @@ def models(draw: st.DrawFn) -> tuple[nn.Sequential, list[int]]:
     checkpoint=st.sampled_from(MODES),
     schedule=st.sampled_from([None, *SCHEDULES]),
 )
-def test_equals_the_unwrapped_module(
-    execution, device, model, batch, chunks, checkpoint, schedule
-) -> None:
+def test_equals_the_module(execution, device, model, batch, chunks, checkpoint, schedule) -> None:
     if device.type != "cpu" and execution != "inline":
         pytest.skip("one thread issues the work of all stages on CUDA devices")
     module, balance = model

@@ -36,9 +36,7 @@ def batch(size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_forward_and_gradients_equal_those_of_the_stages_as_a_sequential(
-    checkpoint: str, place: torch.device
-) -> None:
+def test_equals_the_stages_as_a_sequential(checkpoint: str, place: torch.device) -> None:
     reference = nn.Sequential(*stages())
     for num_micro_batches in (1, 3, 4, 20):
         pipeline = PipelineParallel(stages(), num_micro_batches, checkpoint=checkpoint)
@@ -141,9 +139,7 @@ def test_layers_of_a_stage_that_change_later() -> None:
     pipeline(batch(4)).sum().backward()
     assert layer.weight.grad is not None
     hook(given[2])
-    with pytest.raises(
-        TypeError, match="stage 2 has its own forward, parameters, modules or hooks"
-    ):
+    with pytest.raises(TypeError, match="has its own forward, parameters, modules or hooks"):
         pipeline(batch(4))
 
 
@@ -201,9 +197,7 @@ def hook(module: nn.Module) -> None:
         lambda stage: stage.add_module("more", nn.Linear(2, 2)),
     ],
 )
-def test_stages_with_behaviour_outside_of_their_layers_are_refused(
-    change: Callable[[PipelineStage], None],
-) -> None:
+def test_behaviour_outside_of_layers_is_refused(change: Callable[[PipelineStage], None]) -> None:
     stage = PipelineStage(0).add_layer(nn.Linear(2, 2))
     change(stage)
     with pytest.raises(TypeError, match="its own"):

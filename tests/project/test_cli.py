@@ -52,9 +52,7 @@ def test_info_without_the_extension_names_the_remedy(monkeypatch: pytest.MonkeyP
     assert "missing" in report and "! pipekernels._C cannot be loaded" in report
 
 
-def test_info_mentions_gpus_that_the_build_does_not_support(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_info_mentions_unsupported_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_backend, "build_info", lambda: {"compiler": "x", "cuda": False})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -81,9 +79,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", in_gate([["info"]], [["info"], ["--help"], []]))
-def test_output_that_cannot_be_written_is_an_error_without_a_traceback(
-    arguments: list[str],
-) -> None:
+def test_unwritable_output_is_an_error_without_a_traceback(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "pipekernels", *arguments]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(

@@ -23,13 +23,9 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.mark.full  # The gate runs the demo itself.
 @pytest.mark.timeout(120)
 def test_quick_demo(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "demo", "--quick", "--output", str(tmp_path)]
     run = subprocess.run(
-        [sys.executable, "-m", "demo", "--quick", "--output", str(tmp_path)],
-        cwd=REPOSITORY,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=100,
+        command, cwd=REPOSITORY, check=False, capture_output=True, text=True, timeout=100
     )
     assert run.returncode == 0, run.stdout + run.stderr
     summary = [line.split("  ")[0] for line in run.stdout.splitlines()[-6:]]

@@ -94,30 +94,31 @@ def test_programs_of_ranks_run(title: str, tmp_path: Path) -> None:
     run_program(path, folder=tmp_path, ranks=2)
 
 
+def given_before() -> tuple[nn.Sequential, dict[str, Any]]:
+    """A model, and the names that a program of a pipe uses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4).double() for _ in range(4)))
+    names = dict(zip("abcd", model, strict=True)) | {"nn": nn, "devices": ["cpu", "cpu"]}
+    return model, names | {"input": torch.randn(10, 4, dtype=torch.float64)}
+
+
 @pytest.mark.parametrize("title", OF_A_PIPE)
 def test_programs_compute_what_the_plain_model_computes(title: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4).double() for _ in range(4)]
-    names: dict[str, Any] = dict(zip("abcd", layers, strict=True))
-    names |= {"nn": nn, "devices": ["cpu", "cpu"], "model": nn.Sequential(*layers)}
-    names["input"] = torch.randn(10, 4, dtype=torch.float64)
-    expected = names["model"](names["input"])
-    output = run(programs(title)[0], names, tmp_path)["output"]
+    model, names = given_before()
+    expected = model(names["input"])
+    output = run(programs(title)[0], names | {"model": model}, tmp_path)["output"]
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
 
 
 def test_a_training_step_has_the_loss_of_the_plain_model(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4).double() for _ in range(4)]
-    names: dict[str, Any] = dict(zip("abcd", layers, strict=True))
-    names |= {"nn": nn, "devices": ["cpu", "cpu"], "SGD": torch.optim.SGD}
-    names |= {"loss_fn": nn.functional.mse_loss, "target": torch.zeros(10, 4).double()}
-    names["input"] = torch.randn(10, 4, dtype=torch.float64)
-    expected = nn.functional.mse_loss(nn.Sequential(*layers)(names["input"]), names["target"])
-    before = layers[0].weight.detach().clone()
+    model, names = given_before()
+    names |= {"SGD": torch.optim.SGD, "loss_fn": nn.functional.mse_loss}
+    names["target"] = torch.zeros(10, 4).double()
+    expected = nn.functional.mse_loss(model(names["input"]), names["target"])
+    before = model[0].weight.detach().clone()
     loss = run(programs("DeepSpeed's PipelineModule")[0], names, tmp_path)["loss"]
     torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
-    assert not torch.equal(layers[0].weight, before)
+    assert not torch.equal(model[0].weight, before)
 
 
 def test_a_row_parallel_layer_computes_what_the_plain_one_computes(tmp_path: Path) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.function_layer import FunctionLayer
 from support.pipes import pipe_of
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipekernels import Communicator, Pipe, RowParallelLinear
 from pipekernels.pipeline.engine.auto import SAMPLES_KEPT
@@ -32,69 +34,62 @@ def run(*layers: nn.Module, times: int = 2, chunks: int = 2, **options: Any) -> 
     return pipe
 
 
-class Noop(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
+def linears() -> list[nn.Module]:
+    return [nn.Linear(4, 4), nn.Linear(4, 4)]
 
 
 @pytest.mark.parametrize("execution", ["inline", "threads", "split"])
 def test_what_the_user_asks_for(messages: Any, execution: str) -> None:
-    run(nn.Linear(4, 4), nn.Linear(4, 4), execution=execution, checkpoint="never")
+    run(*linears(), execution=execution, checkpoint="never")
     why = f"execution={execution!r} asks for it"
     assert messages() == [f"a pipe of 2 stages, gpipe, 2 micro-batches: {execution} ({why})"]
 
 
-def test_what_prevents_split_backwards(messages: Any) -> None:
-    run(nn.Linear(4, 4), nn.Linear(4, 4), execution="split", checkpoint="always")
-    assert len(messages()) == 1
-    assert ": threads (execution='split' asks for it, but no backward here" in messages()[0]
-
-
-def test_layers_that_are_shared(messages: Any) -> None:
-    layer = nn.Linear(4, 4)
-    run(layer, layer)
-    assert len(messages()) == 1 and "inline (stages share a layer)" in messages()[0]
-
-
-def test_collectives_in_layers(messages: Any) -> None:
+def with_collectives() -> list[nn.Module]:
     (comm,) = Communicator.threads(1)
-    run(RowParallelLinear(4, 4, comm=comm), nn.Linear(4, 4))
-    assert len(messages()) == 1 and "inline (layers call collectives" in messages()[0]
+    return [RowParallelLinear(4, 4, comm=comm), nn.Linear(4, 4)]
 
 
-def test_one_micro_batch_a_mode_and_dropout_of_a_recurrent_layer(messages: Any) -> None:
-    run(nn.Linear(4, 4), nn.Linear(4, 4), chunks=1)
-    with Noop():
-        run(nn.Linear(4, 4), nn.Linear(4, 4))
-
-    class Recurrent(nn.LSTM):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x)[0]
-
-    run(Recurrent(4, 4, 2, dropout=0.5), nn.Linear(4, 4))
-    reasons = [
-        "a single stage or micro-batch",
-        "a mode, the profiler or hooks",
-        "a recurrent layer",
-    ]
-    assert len(messages()) == 3
-    assert all(why in text for why, text in zip(reasons, messages(), strict=True))
+def recurrent() -> list[nn.Module]:
+    lstm = nn.LSTM(4, 4, 2, dropout=0.5)
+    return [nn.Sequential(lstm, FunctionLayer(lambda y: y[0])), nn.Linear(4, 4)]
 
 
-def test_random_numbers_of_a_layer_that_checkpoints_itself(messages: Any) -> None:
-    class Checkpointed(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            forward = super().forward
-            return checkpoint(lambda x: F.dropout(forward(x)), x, use_reentrant=False)
+def checkpointed() -> list[nn.Module]:
+    return [nn.Linear(4, 4), FunctionLayer(lambda x: checkpoint(F.dropout, x, use_reentrant=False))]
 
-    run(nn.Linear(4, 4), Checkpointed(4, 4))
-    assert len(messages()) == 1 and "layers draw random numbers that lanes" in messages()[0]
+
+NO_SPLIT = ": threads (execution='split' asks for it, but no backward here"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (linears, {"execution": "split", "checkpoint": "always"}, NO_SPLIT),
+        (linears, {"chunks": 1}, "a single stage or micro-batch"),
+        (lambda: [nn.Linear(4, 4)] * 2, {}, "inline (stages share a layer)"),
+        (with_collectives, {}, "inline (layers call collectives"),
+        (recurrent, {}, "a recurrent layer"),
+        (checkpointed, {}, "layers draw random numbers that lanes"),
+    ],
+)
+def test_what_prevents_lanes(
+    messages: Any, make: Callable[[], list[nn.Module]], options: dict[str, Any], message: str
+) -> None:
+    run(*make(), **options)
+    (text,) = messages()
+    assert message in text
+
+
+def test_a_mode(messages: Any) -> None:
+    with FlopCounterMode(display=False):
+        run(*linears())
+    (text,) = messages()
+    assert "a mode, the profiler or hooks" in text
 
 
 def test_kinds_are_named_by_what_tells_them_apart(messages: Any) -> None:
-    run(nn.Linear(4, 4), nn.Linear(4, 4), times=4 + 3 * SAMPLES_KEPT, checkpoint="never")
+    run(*linears(), times=4 + 3 * SAMPLES_KEPT, checkpoint="never")
     assert messages()
     assert messages()[0].startswith(
         "gpipe of 2 micro-batches of less than 2**4 elements, with gradients, 0 recomputed: "
@@ -102,6 +97,6 @@ def test_kinds_are_named_by_what_tells_them_apart(messages: Any) -> None:
 
 
 def test_nothing_is_logged_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
-    run(nn.Linear(4, 4), nn.Linear(4, 4), times=20, execution="auto")
-    run(nn.Linear(4, 4), nn.Linear(4, 4), execution="threads")
+    run(*linears(), times=20, execution="auto")
+    run(*linears(), execution="threads")
     assert not caplog.records

@@ -19,6 +19,8 @@ from pipekernels.pipeline.engine.transport import at_end
 from pipekernels.pipeline.stage.context import entered
 from pipekernels.pipeline.stage.random_state import HookWatch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OPERATIONS = 10
 SIGNALS = 500
 
@@ -27,9 +29,7 @@ SIGNALS = 500
 @pytest.mark.parametrize(
     "arguments", [*interrupts.cases(), *interrupts.cases_of_devices()], ids=str
 )
-def test_an_interrupt_after_any_operation(
-    arguments: tuple[str, bool, str], one_thread: None
-) -> None:
+def test_an_interrupt_after_any_operation(arguments: tuple[str, bool, str]) -> None:
     interrupts.sweep(interrupts.Case(*arguments), OPERATIONS, seed=0)
 
 
@@ -40,9 +40,7 @@ def test_an_interrupt_after_any_operation(
         (("inline", True, "backward"), {"keep_memory", "put_back", "accumulated", "_as_running"}),
     ],
 )
-def test_an_interrupt_of_a_clean_up(
-    arguments: tuple[str, bool, str], functions: set[str], one_thread: None
-) -> None:
+def test_an_interrupt_of_a_clean_up(arguments: tuple[str, bool, str], functions: set[str]) -> None:
     """Parameters, buffers and locks are restored, and no gradient stays."""
     case = interrupts.Case(*arguments)
     found = [

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import collections
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import torch
+from support.pipes import on_cpus
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -13,44 +17,36 @@ from pipekernels import Pipe
 
 def piped(checkpoint: str = "never") -> Pipe:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    return Pipe(layers, [2, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint)
+    return on_cpus(layers, [2, 2], chunks=3, checkpoint=checkpoint)
 
 
-def names(found: profile) -> collections.Counter[str]:
-    ranges = [event.name for event in found.events() if event.name.startswith("pipekernels::")]
-    return collections.Counter(ranges)
+def ranges(run: Callable[[torch.Tensor], Any]) -> Counter[str]:
+    """The names of the package's ranges, without ``pipekernels::``."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        run(torch.randn(6, 4))
+    names = [event.name for event in found.events() if event.name.startswith("pipekernels::")]
+    return Counter(name.removeprefix("pipekernels::") for name in names)
 
 
 def test_every_action_has_a_range() -> None:
-    pipe, x = piped(), torch.randn(6, 4)
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        pipe(x).sum().backward()
-    assert names(found) == {
-        f"pipekernels::{kind} stage {stage}, micro-batch {m}": 1
-        for kind in "FB"
-        for stage in range(2)
-        for m in range(3)
+    pipe, actions = piped(), product("FB", range(2), range(3))
+    assert ranges(lambda x: pipe(x).sum().backward()) == {
+        f"{kind} stage {stage}, micro-batch {m}": 1 for kind, stage, m in actions
     }
 
 
 def test_recomputations_have_ranges_of_their_own() -> None:
-    pipe, x = piped("except_last"), torch.randn(6, 4)
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        pipe(x).sum().backward()
-    recomputed = {name for name in names(found) if "recomputation" in name}
-    assert recomputed == {
-        f"pipekernels::recomputation stage {stage}, micro-batch {m}"
-        for stage in range(2)
-        for m in range(2)
+    pipe = piped("except_last")
+    found = ranges(lambda x: pipe(x).sum().backward())
+    assert {name for name in found if "recomputation" in name} == {
+        f"recomputation stage {stage}, micro-batch {m}" for stage, m in product(range(2), range(2))
     }
 
 
 def test_backwards_in_two_parts_have_two_ranges() -> None:
-    pipe, x = piped(), torch.randn(6, 4)
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        pipe.train_step(x, x, nn.functional.mse_loss, schedule="zb-h1")
-    kinds = {name.partition("::")[2].partition(" ")[0] for name in names(found)}
-    assert {"F", "I", "W"} <= kinds
+    pipe = piped()
+    found = ranges(lambda x: pipe.train_step(x, x, nn.functional.mse_loss, schedule="zb-h1"))
+    assert {"F", "I", "W"} <= {name.partition(" ")[0] for name in found}
 
 
 def test_results_are_those_without_a_profiler() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from support.cuda.recorded_streams import Machine, Race, machine
+from support.function_layer import FunctionLayer
+from support.pipes import assert_same_gradients
 from support.skip_layers import Pop, Stash
 from torch import nn
 
@@ -25,43 +27,25 @@ from pipekernels.pipeline.stage.checkpoint import MODES
 from pipekernels.skip import Namespace
 
 CPU, GPU, OTHER = "cpu", "cuda:0", "cuda:1"
+NAMES = {"c": CPU, "0": GPU, "1": OTHER, "2": "cuda:2", "3": "cuda:3"}
 PLACEMENTS = [
-    [GPU],
-    [GPU, GPU],
-    [GPU, OTHER],
-    [CPU, GPU],
-    [GPU, CPU],
-    [GPU, OTHER, "cuda:2"],
-    [GPU, CPU, GPU],
-    [CPU, GPU, CPU],
-    [GPU, GPU, OTHER],
-    [GPU, OTHER, "cuda:2", "cuda:3"],
-    [GPU, OTHER, GPU, OTHER],
-    [GPU, CPU, OTHER, OTHER],
+    [NAMES[letter] for letter in letters]
+    for letters in ["0", "00", "01", "c0", "0c", "012", "0c0", "c0c", "001", "0123", "0101", "0c11"]
 ]
 WIDTH = 3
 
 
-class Late(nn.Module):
+def late(x: torch.Tensor) -> torch.Tensor:
     """On a GPU, delays its result by one or two milliseconds."""
-
-    def forward(self, x):
-        if x.is_cuda:
-            torch.cuda._sleep(2_000_000)
-        return x + 0
+    if x.is_cuda:
+        torch.cuda._sleep(2_000_000)
+    return x + 0
 
 
-class InPlace(nn.Module):
-    """Writes to its input, and also returns integers."""
-
-    def forward(self, x):
-        index = torch.arange(len(x))  # Always on the CPU.
-        return x.mul_(1.5), index
-
-
-class First(nn.Module):
-    def forward(self, pair):
-        return pair[0].tanh()
+def in_place(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writes to its input, and also returns integers, which are always on the CPU."""
+    index = torch.arange(len(x))
+    return x.mul_(1.5), index
 
 
 def model(stages: int) -> tuple[nn.Sequential, list[int]]:
@@ -71,13 +55,21 @@ def model(stages: int) -> tuple[nn.Sequential, list[int]]:
     balance = []
     for stage in range(stages):
         before = len(layers) if stage else 0
-        layers += [Late(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), InPlace()]
-        if stage < stages - 1:  # The stage returns InPlace's pair.
+        layers += [FunctionLayer(late), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+        layers += [nn.Linear(WIDTH, WIDTH), FunctionLayer(in_place)]
+        if stage < stages - 1:  # The stage returns a pair.
             balance.append(len(layers) - before)
-        layers.append(First())
+        layers.append(FunctionLayer(lambda pair: pair[0].tanh()))
     layers.append(Pop().isolate(skip))
     balance.append(len(layers) - sum(balance))
     return nn.Sequential(*layers).double(), balance
+
+
+@torch.no_grad()
+def descend(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter -= 0.1 * parameter.grad
+        parameter.grad = None
 
 
 def run(
@@ -111,10 +103,7 @@ def run(
                 )  # fmt: skip
             assert given.grad is not None
             ours.append((loss.detach() * 1, given.grad * 1))
-            with torch.no_grad():
-                for parameter in pipe.parameters():
-                    parameter -= 0.1 * parameter.grad
-                    parameter.grad = None
+            descend(pipe)
             at.mul_(1.25)  # The caller may overwrite the pipe's input now.
             del given, loss
         if made is not None:
@@ -125,12 +114,9 @@ def run(
         loss.backward()
         torch.testing.assert_close(ours[i][0].cpu(), loss.detach(), rtol=0, atol=1e-10)
         torch.testing.assert_close(ours[i][1].cpu(), given.grad, rtol=0, atol=1e-10)
-        with torch.no_grad():
-            for parameter in plain.parameters():
-                parameter -= 0.1 * parameter.grad
-                parameter.grad = None
-    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=0, atol=1e-10)
+        descend(plain)
+    found = [parameter.detach().cpu() for parameter in piped.parameters()]
+    torch.testing.assert_close(found, list(plain.parameters()), rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow
@@ -297,8 +283,7 @@ def test_outputs_of_one_pipe_in_one_loss_and_a_second_backward() -> None:
         made.poll()
     loss = 2 * (plain(x[0]).square().sum() + 2 * plain(x[1]).sum())
     loss.backward()
-    for p, q in zip(piped.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+    assert_same_gradients(piped, plain)
 
 
 def test_edges_keep_no_tensors_of_a_dropped_pipe() -> None:
@@ -347,8 +332,7 @@ def test_device_maps(chunks: int) -> None:
     b = x.clone().requires_grad_()
     plain(b).square().sum().backward()
     torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-10)
-    for p, q in zip(mapped.here.parameters(), plain.here.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)
+    assert_same_gradients(mapped.here, plain.here)
 
 
 def test_the_thread_waits_only_for_moves_to_the_cpu() -> None:
@@ -366,12 +350,9 @@ def test_the_thread_waits_only_for_moves_to_the_cpu() -> None:
 
 
 def test_unsplit_tensors_are_moved_too() -> None:
-    class Masked(nn.Module):
-        def forward(self, x, mask):
-            return x * mask
-
+    masked = FunctionLayer(lambda x, mask: x * mask)
     with machine() as made, torch.no_grad():
-        pipe = Pipe(nn.Sequential(Masked(), nn.Tanh()), [1, 1], devices=[GPU, OTHER], chunks=2)
+        pipe = Pipe(nn.Sequential(masked, nn.Tanh()), [1, 1], devices=[GPU, OTHER], chunks=2)
         made.placing = False
         output = pipe(torch.ones(4, 2), NoChunk(torch.tensor([0.0, 1.0])))
         assert torch.equal(p2p_copy(output, CPU), torch.tensor([[0.0, 1.0]]).tanh().expand(4, 2))
@@ -397,20 +378,14 @@ def test_a_backward_during_another(checkpoint: str) -> None:
     """Autograd's thread may begin another backward while one waits for another device."""
     between: list[Any] = []
 
-    class Between(nn.Module):
-        def forward(self, x):
-            y = x * 1
-            if y.requires_grad:
-                y.register_hook(self.pause)
-            return y
-
-        @staticmethod
-        def pause(grad):
-            if between:
-                between.pop()()
+    def pausing(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        if y.requires_grad:
+            y.register_hook(lambda grad: between.pop()() if between else None)
+        return y
 
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), Between(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    layers = nn.Linear(WIDTH, WIDTH), FunctionLayer(pausing), nn.Linear(WIDTH, WIDTH), nn.Tanh()
     plain = nn.Sequential(*layers).double()
     piped = copy.deepcopy(plain)
     x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
@@ -443,9 +418,8 @@ def test_the_thread_waits_only_for_a_stage_on_the_cpu() -> None:
         made.placing = False
         made.host_waits = 0
         pipe(given)
-        assert (
-            made.host_waits == 4 + 3
-        )  # The input used one of two slots, so one copy need not wait.
+        # The input used one of two slots, so one copy need not wait.
+        assert made.host_waits == 4 + 3
 
 
 @pytest.mark.parametrize("devices", [[GPU], [GPU, OTHER]], ids=" ".join)

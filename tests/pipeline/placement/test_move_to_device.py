@@ -21,9 +21,7 @@ def test_get_device() -> None:
 
 
 @pytest.mark.parametrize("index", [None, 1])
-def test_cuda_without_an_index_is_the_current_device(
-    monkeypatch: pytest.MonkeyPatch, index: int | None
-) -> None:
+def test_cuda_is_the_current_device(monkeypatch: pytest.MonkeyPatch, index: int | None) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: index is not None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: index)
     assert get_device("cuda") == torch.device("cuda", index)

@@ -41,9 +41,7 @@ def test_solve_is_optimal(costs: list[int], partitions: int) -> None:
         ([10, 1, 1, 1, 3], 3, [1, 3, 1]),  # Costs are evened out before lengths.
     ],
 )
-def test_equally_good_partitions_are_evened_out(
-    costs: list[float], partitions: int, balance: list[int]
-) -> None:
+def test_equal_costs_are_balanced(costs: list[float], partitions: int, balance: list[int]) -> None:
     assert solve(costs, partitions) == balance
 
 

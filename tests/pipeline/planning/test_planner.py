@@ -145,6 +145,7 @@ def test_activations_that_gpipe_holds(mode: str, held: set[tuple[int, int]]) -> 
     assert [set(moments) for moments in setting.held] == [held, held]
 
 
+Case = tuple[list[LayerCost], int, int, float]
 cases = st.tuples(
     st.lists(layer_costs, min_size=2, max_size=6),
     st.integers(1, 3),  # Lanes.
@@ -155,9 +156,7 @@ cases = st.tuples(
 
 @settings(deadline=None, max_examples=30)
 @given(cases, st.data())
-def test_predictions_and_their_bounds(
-    case: tuple[list[LayerCost], int, int, float], data: st.DataObject
-) -> None:
+def test_predictions_and_their_bounds(case: Case, data: st.DataObject) -> None:
     costs, lanes, batch, hand_off = case
     setting = data.draw(st.sampled_from(settings_of(lanes, len(costs), batch, 4)))
     balance = data.draw(st.sampled_from(list(all_balances(len(costs), setting.program.stages))))
@@ -175,9 +174,7 @@ def test_predictions_and_their_bounds(
 
 @settings(deadline=None, max_examples=30)
 @given(cases, st.booleans(), st.floats(0, 1))
-def test_the_choice_is_the_best_of_all(
-    case: tuple[list[LayerCost], int, int, float], shared: bool, tightness: float
-) -> None:
+def test_the_choice_is_the_best_of_all(case: Case, shared: bool, tightness: float) -> None:
     costs, lanes, batch, hand_off = case
     devices = [CPU] * lanes if shared else DEVICES[:lanes]
     model = CostModel(costs, Affine(hand_off), SCALE)
@@ -283,9 +280,7 @@ def test_a_plan_builds_the_pipe_that_it_describes(schedule: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("chunks", "balance"), [(1, [4, 6]), (3, [9, 1]), (8, [4, 6])])
-def test_predicted_memory_is_an_upper_bound_of_a_pipes_memory(
-    mode: str, chunks: int, balance: list[int]
-) -> None:
+def test_predicted_memory_is_an_upper_bound(mode: str, chunks: int, balance: list[int]) -> None:
     """The prediction is an upper bound.
 
     It exceeds the peak at most by memory that is used at another time: gradients of parameters, the

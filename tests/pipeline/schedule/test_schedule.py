@@ -32,9 +32,7 @@ def test_forwards_run_depth_first_on_one_thread() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
-def test_orders_keep_those_of_lanes_and_dependencies(
-    name: str, stages: int, micro_batches: int
-) -> None:
+def test_orders_keep_lanes_and_dependencies(name: str, stages: int, micro_batches: int) -> None:
     schedule = Schedule(name, min(2, stages) if name == "interleaved" else None)
     program = schedule.program(stages, micro_batches)
     for part in (program, program.forwards, program.backwards):

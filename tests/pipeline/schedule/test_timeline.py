@@ -61,9 +61,7 @@ def test_str_of_a_timeline() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_pipe_records_forward_and_backward(
-    checkpoint: str, tmp_path: Path, device: torch.device
-) -> None:
+def test_a_pipe_records_both_ways(checkpoint: str, tmp_path: Path, device: torch.device) -> None:
     layers = nn.Linear(4, 4), nn.Linear(4, 4)
     pipe = pipe_of(*layers, device=device, chunks=3, checkpoint=checkpoint)
     x = torch.randn(6, 4, device=device)
@@ -90,9 +88,7 @@ def test_a_pipe_records_forward_and_backward(
 
 
 @pytest.mark.processes
-def test_the_timelines_of_all_ranks_in_one_file(
-    run_group: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_all_ranks_in_one_file(run_group: Callable[..., list[Any]], tmp_path: Path) -> None:
     run_group(2, save_in_one_file, str(tmp_path))
 
 

@@ -10,6 +10,8 @@ from torch import nn
 
 from pipekernels.pipeline.stage.entry import copy_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def transposed() -> nn.Sequential:
     """Gradients of the convolution's input have other strides than the input."""
@@ -36,9 +38,7 @@ MODELS = {
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_pipe_has_the_bits_of_the_loop(
-    name: str, checkpoint: str, execution: str, one_thread: None
-) -> None:
+def test_a_pipe_has_the_bits_of_the_loop(name: str, checkpoint: str, execution: str) -> None:
     make, data, balance = MODELS[name]
     torch.manual_seed(0)
     model, x = make(), data()
@@ -115,6 +115,6 @@ def test_copies_keep_strides_and_alignment(name: str) -> None:
 @pytest.mark.parametrize(
     "seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.full)], ids=str
 )
-def test_random_layers(seeds: range, one_thread: None) -> None:
+def test_random_layers(seeds: range) -> None:
     """Views, strides, several tensors: see :mod:`support.sweeps.pipes`."""
     assert [text for seed in seeds if (text := differs(seed)) is not None] == []

@@ -63,9 +63,7 @@ def check_gradient(layers: list[Scale], grad: torch.Tensor, x: torch.Tensor, row
 
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 @pytest.mark.parametrize("source", MAKERS)
-def test_a_recomputation_draws_what_its_forward_drew(
-    execution: str, source: str, mode: str
-) -> None:
+def test_recomputations_draw_what_forwards_drew(execution: str, source: str, mode: str) -> None:
     layers = [MAKERS[source]() for _ in range(4)]
     pipe = on_cpus(nn.Sequential(*layers), [1, 2, 1], chunks=4, checkpoint=mode)
     for _ in range(3):

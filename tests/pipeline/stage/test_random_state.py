@@ -65,8 +65,7 @@ def test_random_numbers_do_not_depend_on_execution_or_timing(mode: str) -> None:
     )
     expected = results(inline, 5)
     for _ in range(5):
-        for value, other in zip(results(threads, 5), expected, strict=True):
-            assert torch.equal(value, other)
+        torch.testing.assert_close(results(threads, 5), expected, rtol=0, atol=0)
     assert not torch.equal(results(threads, 6)[0], expected[0])
 
 
@@ -78,14 +77,11 @@ def test_checkpointing_does_not_change_the_masks(place: torch.device) -> None:
         )
         for mode in ("never", "always")
     )
-    for value, other in zip(kept, recomputed, strict=True):
-        assert torch.equal(value, other)
+    torch.testing.assert_close(kept, recomputed, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("features", [3, 4])
-def test_forward_and_recomputation_have_one_mask_for_any_alignment(
-    features: int, place: torch.device
-) -> None:
+def test_recomputations_have_the_mask_of_any_alignment(features: int, place: torch.device) -> None:
     """The layer is of an unknown class, which might write to its input."""
     layers = nn.Sequential(FunctionLayer(lambda x: F.dropout(x, 0.5)), nn.Identity())
     pipe = Pipe(layers, [1, 1], devices=[place] * 2, chunks=4, checkpoint="always")
@@ -189,18 +185,28 @@ def test_task_seeds_differ() -> None:
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == 64 * 256
 
 
-class Recomputed(nn.Module):
-    """Applies ``torch.utils.checkpoint`` to its own layers."""
+class Recomputed(nn.Sequential):
+    """Applies ``torch.utils.checkpoint`` to its own layers; not if ``use_reentrant`` is None."""
 
-    def __init__(self, use_reentrant: bool | None) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())
+    def __init__(self, use_reentrant: bool | None, *layers: nn.Module) -> None:
+        super().__init__(*(layers or (nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())))
         self.use_reentrant = use_reentrant
 
     def forward(self, x):
         if self.use_reentrant is None:
-            return self.layers(x)
-        return checkpoint(self.layers, x, use_reentrant=self.use_reentrant)
+            return super().forward(x)
+        return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+
+
+def gradients(pipe: Pipe, schedule: str | None = None) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    pipe.zero_grad()
+    x = torch.linspace(-1, 1, 64).view(8, 8)
+    if schedule is None:
+        pipe(x).square().mean().backward()
+    else:
+        pipe.train_step(x, None, lambda y: y.square().mean(), schedule=schedule)
+    return [p.grad for p in pipe.parameters()]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -209,44 +215,22 @@ def test_layers_that_recompute_themselves_have_the_same_masks(use_reentrant: boo
     module = nn.Sequential(nn.Linear(8, 8), Recomputed(use_reentrant), Recomputed(use_reentrant))
     pipe = on_cpus(module, [2, 1], chunks=4, checkpoint="never")
 
-    def gradients() -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        pipe.zero_grad()
-        pipe(torch.linspace(-1, 1, 64).view(8, 8)).square().sum().backward()
-        return [p.grad for p in module.parameters()]
-
     pipe(torch.ones(8, 8))  # No backward, which would detect it.
-    runs = [gradients()]
+    runs = [gradients(pipe)]
     assert needs_one_thread(pipe)
-    runs += [gradients() for _ in range(8)]
+    runs += [gradients(pipe) for _ in range(8)]
     for layer in module[1:]:
         layer.use_reentrant = None
-    expected = gradients()
-    for run in runs:
-        assert all(torch.equal(a, b) for a, b in zip(run, expected, strict=True))
-
-
-class Between(nn.Module):
-    """Checkpoints all of its layers except its dropout."""
-
-    def __init__(self, use_reentrant: bool, p: float) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
-        self.dropout = nn.Dropout(p)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.layers, self.dropout(x), use_reentrant=self.use_reentrant)
+    torch.testing.assert_close(runs, [gradients(pipe)] * 9, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_layers_that_recompute_themselves_beside_random_numbers(
-    p: float, use_reentrant: bool
-) -> None:
+def test_layers_that_recompute_themselves_beside_randomness(p: float, use_reentrant: bool) -> None:
     """To recompute, they set the state of the global generator, from which lanes draw."""
-    module = nn.Sequential(*[Between(use_reentrant, p) for _ in range(4)])
-    pipe = on_cpus(module, [2, 2], chunks=4, checkpoint="never")
+    layers = lambda: (nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+    between = [nn.Sequential(nn.Dropout(p), Recomputed(use_reentrant, *layers())) for _ in range(4)]
+    pipe = on_cpus(nn.Sequential(*between), [2, 2], chunks=4, checkpoint="never")
     x = torch.randn(64, 256, requires_grad=True)
 
     def step() -> None:
@@ -281,28 +265,16 @@ def test_dropout_draws_numbers_only_if_it_drops(p: float) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zb-h1"])
-def test_layers_that_begin_to_recompute_themselves(
-    schedule: str | None, use_reentrant: bool
-) -> None:
+def test_layers_that_begin_to_recompute(schedule: str | None, use_reentrant: bool) -> None:
     layers = [nn.Linear(8, 8), Recomputed(None), Recomputed(None)]
-    module = nn.Sequential(*layers)
-    pipe = on_cpus(module, [2, 1], chunks=4, checkpoint="never", execution="threads")
-    x = torch.linspace(-1, 1, 64).view(8, 8)
-
-    def gradients() -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        pipe.zero_grad()
-        if schedule is None:
-            pipe(x).square().mean().backward()
-        else:
-            pipe.train_step(x, None, lambda y: y.square().mean(), schedule=schedule)
-        return [p.grad for p in module.parameters()]
-
-    expected = gradients()
+    pipe = on_cpus(
+        nn.Sequential(*layers), [2, 1], chunks=4, checkpoint="never", execution="threads"
+    )
+    expected = gradients(pipe, schedule)
     layers[1].use_reentrant = layers[2].use_reentrant = use_reentrant
     with pytest.raises(RuntimeError, match="draw random numbers in its backward.*run.*again"):
-        gradients()
-    assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+        gradients(pipe, schedule)
+    torch.testing.assert_close(gradients(pipe, schedule), expected, rtol=0, atol=0)
 
 
 def test_a_pipe_within_a_pipe() -> None:
@@ -320,8 +292,7 @@ def test_a_pipe_within_a_pipe() -> None:
     thread.start()
     thread.join(timeout=60)  # Both pipes use one lock; this must not deadlock.
     assert len(runs) == 8
-    for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+    torch.testing.assert_close(runs, [runs[0]] * 8, rtol=0, atol=0)
 
 
 @pytest.mark.processes

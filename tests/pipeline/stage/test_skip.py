@@ -80,9 +80,7 @@ def build(name: str) -> nn.Sequential:
 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize(("name", "balance"), CASES)
-def test_equals_the_unwrapped_module(
-    name: str, balance: list[int], checkpoint: str, place: torch.device
-) -> None:
+def test_equal_results(name: str, balance: list[int], checkpoint: str, place: torch.device) -> None:
     devices = [place] * len(balance)
     pipe = Pipe(build(name), balance, devices=devices, chunks=3, checkpoint=checkpoint)
     assert_equals_plain(pipe, torch.randn(8, 5, dtype=torch.float64))
