@@ -1,7 +1,5 @@
 """The files in examples/ that start programs on several hosts: Slurm's and Kubernetes'."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The programs in examples/ start as their first lines say, and give the results of one process."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

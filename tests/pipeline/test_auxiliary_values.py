@@ -1,7 +1,5 @@
 """Values beside the output: attributes, auxiliary losses, metrics, dataclasses."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

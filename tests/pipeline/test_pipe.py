@@ -1,7 +1,5 @@
 """Results and gradients of a pipe."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -3,8 +3,6 @@
 The attributes and errors are those that fairscale documents for its ``Pipe``.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from enum import Enum

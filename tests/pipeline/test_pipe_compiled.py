@@ -1,7 +1,5 @@
 """Pipes and torch's compilers: compiled and scripted layers, compiled programs."""
 
-from __future__ import annotations
-
 import copy
 import sys
 

@@ -1,7 +1,5 @@
 """Pipes with features of torch around and inside them: DDP, autocast, hooks, modes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

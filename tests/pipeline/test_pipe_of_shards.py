@@ -1,7 +1,5 @@
 """Pipes of sharded layers: each rank has a pipe, and all call collectives in the same order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Random models in a pipe, with every schedule, equal the unwrapped models."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 

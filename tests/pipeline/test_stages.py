@@ -4,8 +4,6 @@ The interface is that of Rust's generic ``PipelineParallel<B: Backend>`` (stages
 added one by one, GPipe's micro-batches), with extensions.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

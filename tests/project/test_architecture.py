@@ -3,8 +3,6 @@
 docs/architecture.md lists the rooms.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The command line: ``pipekernels info``, its output and its errors."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The subjects of the last commits: a room as a tag, the imperative, at most 72 characters."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

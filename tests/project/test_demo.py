@@ -1,7 +1,5 @@
 """The demo runs with tiny sizes, refuses a bad argument, and fails if a check does."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json

@@ -5,8 +5,6 @@ The Python programs of a page run one after another, as one program; on a page t
 ``# On GPUs`` are compiled only.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The first use of the package imports no more than it needs: a compiler takes seconds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The programs of docs/migration.md, as they are after the migration."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 import runpy

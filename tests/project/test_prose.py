@@ -1,7 +1,5 @@
 """Phrases that read like a translation do not come back, in pages, comments and messages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

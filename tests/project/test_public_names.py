@@ -4,8 +4,6 @@ A change must be deliberate: give it a line in CHANGELOG.md, and write the list 
 tests/project/test_public_names.py``.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """README's length, programs, links, commands and names."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 from pathlib import Path

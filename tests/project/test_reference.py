@@ -1,7 +1,5 @@
 """The reference has a page for each public object; its inventories are current."""
 
-from __future__ import annotations
-
 import collections
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Commands, markers and files that CONTRIBUTING.md, the workflows and the hooks name exist."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -10,25 +13,29 @@ from pipekernels.skip import pop, skippable, stash
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Stashes ``x.sin()`` and returns ``layer(x)``."""
+    """Stashes ``value(x)`` and returns ``layer(x)``."""
 
-    def __init__(self, layer: nn.Module | None = None) -> None:
+    def __init__(
+        self, layer: nn.Module | None = None, value: Callable[..., Any] = torch.sin
+    ) -> None:
         super(Stash, self).__init__()  # noqa: UP008 - the decorated class is the class itself
-        self.layer = layer or nn.Identity()
+        self.layer, self.value = layer or nn.Identity(), value
 
     def forward(self, x: torch.Tensor):
-        yield stash("skip", x.sin())
+        yield stash("skip", self.value(x))
         return self.layer(x)
 
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """Returns ``layer(x)`` plus the stashed tensor."""
+    """Returns ``join(layer(x), skip)``."""
 
-    def __init__(self, layer: nn.Module | None = None) -> None:
+    def __init__(
+        self, layer: nn.Module | None = None, join: Callable[..., Any] = torch.add
+    ) -> None:
         super().__init__()
-        self.layer = layer or nn.Identity()
+        self.layer, self.join = layer or nn.Identity(), join
 
     def forward(self, x: torch.Tensor):
         skip = yield pop("skip")
-        return self.layer(x) + skip
+        return self.join(self.layer(x), skip)

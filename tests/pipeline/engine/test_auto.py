@@ -1,7 +1,5 @@
 """The choice of the execution follows measured times, also when they change, and is logged."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Which way a pipe runs is logged with its reason, once."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

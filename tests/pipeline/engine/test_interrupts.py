@@ -1,7 +1,5 @@
 """Ctrl-C at any point of a pass: all state is restored."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

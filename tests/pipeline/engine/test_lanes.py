@@ -1,7 +1,5 @@
 """Lanes: exceptions, interrupts, threads, forks, and the caller's context."""
 
-from __future__ import annotations
-
 import contextvars
 import os
 import signal

@@ -1,7 +1,5 @@
 """The numbers of activations that a pipe holds, and the lifetime of its tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

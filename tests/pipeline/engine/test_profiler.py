@@ -1,7 +1,5 @@
 """What torch.profiler shows of a pipe."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from itertools import product

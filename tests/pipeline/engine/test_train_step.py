@@ -1,7 +1,5 @@
 """``Pipe.train_step`` with every schedule, compared with the unwrapped model."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from itertools import product

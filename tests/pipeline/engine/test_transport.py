@@ -3,8 +3,6 @@
 The CUDA devices are fakes (``support/cuda/recorded_streams.py``), except in one test.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Sequence

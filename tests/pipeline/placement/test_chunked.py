@@ -1,7 +1,5 @@
 """``parallelize_pipeline`` with chunks: the forward of any module, by micro-batches."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The interface is that of vision_architectures' pipeline parallelism, with extens
 used as a second device, without values, where there is no GPU.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect

@@ -4,8 +4,6 @@ The interface is that of fairscale's and torchgpipe's ``balance``. Times are of 
 that only layers advance, so they do not depend on the machine.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from itertools import combinations

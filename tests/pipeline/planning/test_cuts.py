@@ -1,7 +1,5 @@
 """The cut solver compared with trying all cuts."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from functools import reduce

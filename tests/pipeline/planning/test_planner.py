@@ -3,8 +3,6 @@
 No test depends on real time: costs are invented, or those of layers that advance a simulated clock.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import accumulate, pairwise
 

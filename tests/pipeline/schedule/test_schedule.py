@@ -1,7 +1,5 @@
 """Schedules: order, predicted times and memory, and absence of deadlocks."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest

@@ -1,7 +1,5 @@
 """Timelines: recorded events, bubbles, and files."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

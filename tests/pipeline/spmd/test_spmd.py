@@ -4,8 +4,6 @@ The interface is that of xlstm-jax's ``execute_pipeline``, ``execute_pipeline_st
 ``PipelineModule``.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The pipeline over a mesh dimension: exceptions, killed ranks, bad arguments, and its end."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """The pipeline over one of two mesh dimensions; the other has data or tensor parallelism."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A pipe's stages with the schedules of ``torch.distributed.pipelining``, on a process each."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from typing import Any

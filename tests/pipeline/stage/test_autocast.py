@@ -1,7 +1,5 @@
 """Pipes under autocast have the bits of a loop over micro-batches without the cast cache."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Deferred batch normalisation: one update of the statistics per mini-batch, from all its rows."""
 
-from __future__ import annotations
-
 import copy
 import threading
 

@@ -1,7 +1,5 @@
 """Errors of layers inside a pipe get a note that names the layer; otherwise they are unchanged."""
 
-from __future__ import annotations
-
 import traceback
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers that draw from other generators than torch's default ones are recomputed as they ran."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable

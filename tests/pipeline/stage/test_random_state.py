@@ -1,7 +1,5 @@
 """Random numbers do not depend on timing, and recomputations have the forward's dropout masks."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

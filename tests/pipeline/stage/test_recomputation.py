@@ -1,7 +1,5 @@
 """Changes of layers between a forward and its recomputation."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

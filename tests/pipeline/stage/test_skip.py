@@ -1,7 +1,5 @@
 """Skip connections with and without a pipe (the interface of torchgpipe and fairscale)."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -124,48 +122,21 @@ def test_a_skip_does_not_pass_the_stages_in_between() -> None:
 
 
 def test_only_the_skip_gets_a_gradient(place: torch.device) -> None:
-    @skippable(pop=["skip"])
-    class Only(nn.Module):
-        def forward(self, x):
-            skip = yield pop("skip")
-            return skip * 3
-
-    pipe = pipe_of(Stash(), nn.Linear(5, 5), Only(), device=place)
+    only = Pop(join=lambda x, skip: skip * 3)
+    pipe = pipe_of(Stash(), nn.Linear(5, 5), only, device=place)
     assert_equals_plain(pipe, torch.randn(4, 5))
 
 
 def test_a_layer_may_stash_none(place: torch.device) -> None:
-    @skippable(stash=["skip"])
-    class Nothing(nn.Module):
-        def forward(self, x):
-            yield stash("skip", None)
-            return x
-
-    @skippable(pop=["skip"])
-    class Ask(nn.Module):
-        def forward(self, x):
-            skip = yield pop("skip")
-            assert skip is None
-            return x + 1
-
-    pipe = Pipe(nn.Sequential(Nothing(), nn.Identity(), Ask()), [1, 1, 1], devices=[place] * 3)
+    ask = Pop(join=lambda x, skip: x + (skip is None))
+    pipe = pipe_of(Stash(value=lambda x: None), nn.Identity(), ask, device=place)
     assert torch.equal(pipe(torch.zeros(2, 2)), torch.ones(2, 2))
 
 
 def test_integers_may_be_stashed(place: torch.device) -> None:
-    @skippable(stash=["index"])
-    class Index(nn.Module):
-        def forward(self, x):
-            yield stash("index", torch.arange(len(x)))
-            return x * 2
-
-    @skippable(pop=["index"])
-    class Use(nn.Module):
-        def forward(self, x):
-            index = yield pop("index")
-            return x[index.flip(0)]
-
-    pipe = Pipe(nn.Sequential(Index(), nn.Identity(), Use()), [1, 1, 1], devices=[place] * 3)
+    index = Stash(value=lambda x: torch.arange(len(x)))
+    use = Pop(join=lambda x, index: 2 * x[index.flip(0)])
+    pipe = pipe_of(index, nn.Identity(), use, device=place, chunks=1)
     x = torch.arange(3.0).requires_grad_()
     pipe(x)[0].backward()
     assert torch.equal(x.grad, torch.tensor([0.0, 0.0, 2.0]))
@@ -252,14 +223,7 @@ def test_copies_of_a_namespace_are_equal() -> None:
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 def test_a_skip_that_a_later_stage_overwrites_is_refused(checkpoint: str) -> None:
     """Stages have separate graphs, so the skip's gradient would miss the overwriting layer's."""
-
-    @skippable(stash=["skip"])
-    class StashWhatItReturns(nn.Module):
-        def forward(self, x):
-            yield stash("skip", x)
-            return x
-
-    layers = [nn.Linear(5, 5), StashWhatItReturns(), nn.ReLU(inplace=True), Pop()]
+    layers = [nn.Linear(5, 5), Stash(value=lambda x: x), nn.ReLU(inplace=True), Pop()]
     pipe = on_cpus(
         nn.Sequential(*layers), [2, 1, 1], chunks=2, checkpoint=checkpoint, execution="threads"
     )

@@ -1,7 +1,5 @@
 """A backward in two parts has the bits of the plain one, or is refused."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Traversing and rebuilding nested containers."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Values that may enter a pipe, travel between its layers, and leave it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

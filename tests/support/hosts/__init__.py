@@ -1,7 +1,5 @@
 """Made-up hosts: the files in which Linux describes sockets, memory nodes and cores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pipekernels.binding.topology import format_cpus

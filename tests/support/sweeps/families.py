@@ -5,8 +5,6 @@ those of one process, and writes docs/families.md. Arguments: names of families 
 the page keeps what it says of the others.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy

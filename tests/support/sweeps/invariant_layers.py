@@ -3,8 +3,6 @@
 ``cd tests; python -m support.sweeps.invariant_layers 10000`` compares the first 10,000 of them.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable

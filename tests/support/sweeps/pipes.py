@@ -4,8 +4,6 @@
 execution, with a loop over the same micro-batches: outputs and all gradients, bit for bit.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import sys
