@@ -69,10 +69,9 @@ def test_random_numbers_do_not_depend_on_execution_or_timing(mode: str) -> None:
 
 def test_checkpointing_does_not_change_the_masks(place: torch.device) -> None:
     module = build()
+    options = {"balance": [2, 3], "devices": [place] * 2, "chunks": 3}
     kept, recomputed = (
-        results(
-            Pipe(copy.deepcopy(module), [2, 3], devices=[place] * 2, chunks=3, checkpoint=mode), 7
-        )
+        results(Pipe(copy.deepcopy(module), **options, checkpoint=mode), 7)
         for mode in ("never", "always")
     )
     torch.testing.assert_close(kept, recomputed, rtol=0, atol=0)
