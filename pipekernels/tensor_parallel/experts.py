@@ -2,13 +2,13 @@
 
 Every rank has all tokens and the whole router. Either it holds a slice of every expert's inner
 features (after Shazeer et al., "Mesh-TensorFlow", 2018), or it holds some of the experts
-(``dealt``; after Lepikhin et al., "GShard", 2020). The outputs of all ranks are summed by one
-all-reduce, and so are the gradients of the hidden states and of the routing weights.
+(expert parallel, after Lepikhin et al., "GShard", 2020). The outputs of all ranks are summed by
+one all-reduce, and so are the gradients of the hidden states and of the routing weights.
 
 A rank multiplies each token by the experts that it is routed to:
 
 =================  ========================================  =============================
-shapes             inside                                    dealt
+shapes             inside                                    expert parallel
 =================  ========================================  =============================
 hidden states      ``[T, H]``                                ``[T, H]``
 routing            ``[T, K]``                                ``[T, K]``, those of others left out
@@ -20,6 +20,10 @@ second product     ``[E, H, I / R]``: ``[T K, H]``           ``[E / R, H, I]``: 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +39,7 @@ from pipekernels.tensor_parallel.functional import (
     reduce_from_ranks,
     shard_sizes,
 )
-from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
+from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding, sharded_layers
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -54,7 +58,7 @@ class ParallelExperts(ShardedLayer):
             ``[E, 2 I]`` and ``[E, H]``. Gate and up features may be interleaved
             (``is_concatenated`` is False). Its parameters are copied.
         comm: the communicator.
-        dealt: give each rank whole experts, in place of a slice of each.
+        expert_parallel: give each rank whole experts, in place of a slice of each.
 
     The forward takes hidden states ``[T, H]``, the chosen experts ``[T, K]`` (integers), and their
     weights ``[T, K]``, all the same on every rank, and gives ``[T, H]`` on every rank. A module
@@ -63,25 +67,27 @@ class ParallelExperts(ShardedLayer):
 
     Raises:
         TypeError: ``comm`` is not a communicator, or ``experts`` has hooks.
-        ValueError: there are more ranks than inner features, or (``dealt``) than experts; the
-            module cannot be sharded so.
+        ValueError: there are more ranks than inner features, or (``expert_parallel``) than
+            experts; the module cannot be sharded so.
     """
 
     parameter_names: ClassVar[tuple[str, ...]] = ("down_proj",)
 
-    def __init__(self, experts: Any, comm: Communicator, *, dealt: bool = False) -> None:
+    def __init__(self, experts: Any, comm: Communicator, *, expert_parallel: bool = False) -> None:
         super().__init__(Sharding(comm))
         if is_hooked(experts):
             raise TypeError(f"the experts have hooks, which would be lost; {REMEDY}")
         full = {name: p for name, p in experts._parameters.items() if p is not None}
-        self.dealt = dealt
+        self.expert_parallel = expert_parallel
         self.is_routed = hasattr(experts, "has_gate")
         self.first = "gate_up_proj" if "gate_up_proj" in full else "up_proj"
         self.is_transposed = full[self.first].shape[1] == full["down_proj"].shape[2]
         if self.is_routed:
             self.is_transposed = experts.is_transposed
         self.is_concatenated = getattr(experts, "is_concatenated", True)
-        if getattr(experts, "has_post_expert_norm", False) or (dealt and not self.is_routed):
+        if getattr(experts, "has_post_expert_norm", False) or (
+            expert_parallel and not self.is_routed
+        ):
             raise ValueError(
                 f"{type(experts).__name__} normalises each expert's output, or takes hidden states "
                 "that are sorted by experts, and cannot be sharded so; leave it whole"
@@ -98,7 +104,7 @@ class ParallelExperts(ShardedLayer):
         self.train(experts.training)
 
     def _sharded_dims(self) -> dict[str, int]:
-        if self.dealt:
+        if self.expert_parallel:
             return dict.fromkeys(self._full_shapes, 0)
         first, second = (2, 1) if self.is_transposed else (1, 2)
         dims = {self.first: first, f"{self.first}_bias": 1, "down_proj": second}
@@ -112,7 +118,7 @@ class ParallelExperts(ShardedLayer):
         """The sharded dimension of parameter ``name`` as ``[blocks, features, unit]``: features are
         divided among the ranks, in each block."""
         size = self.full_shape(name)[self.shard_dims[name]]
-        if self.dealt or name == "down_proj":
+        if self.expert_parallel or name == "down_proj":
             return 1, size, 1
         count = size // self.inner_size
         return (count, self.inner_size, 1) if self.is_concatenated else (1, self.inner_size, count)
@@ -156,7 +162,7 @@ class ParallelExperts(ShardedLayer):
         own = self._own_part(x, chosen, copy_to_ranks(weights, self.comm))
         y = reduce_from_ranks(own, self.comm)
         bias = self._parameters.get("down_proj_bias")
-        if bias is None or self.dealt:
+        if bias is None or self.expert_parallel:
             return y
         # Once, not on every rank: with the routing weights whose gradient is not summed.
         return y + (weights.unsqueeze(-1) * bias[chosen]).sum(1).to(y.dtype)
@@ -165,11 +171,11 @@ class ParallelExperts(ShardedLayer):
         """This rank's summand of the output, ``[T, H]``."""
         parameters, first = self._parameters, self.first
         b1 = parameters.get(f"{first}_bias")
-        b2 = parameters.get("down_proj_bias") if self.dealt else None
+        b2 = parameters.get("down_proj_bias") if self.expert_parallel else None
         tokens, count = chosen.shape
         experts = self.get_parameter(first).shape[0]
         flat = chosen.reshape(-1)
-        if self.dealt:
+        if self.expert_parallel:
             flat = flat - sum(shard_sizes(self.num_experts, self.world_size)[: self.rank])
             order = ((flat >= 0) & (flat < experts)).nonzero().squeeze(1)
             y = self._few(x[order // count], flat[order].unsqueeze(1), b1, b2)
@@ -237,6 +243,65 @@ class ParallelExperts(ShardedLayer):
     def extra_repr(self) -> str:
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
-            f"inner_size={self.inner_size}, dealt={self.dealt}, rank={self.rank}, "
-            f"world_size={self.world_size}"
+            f"inner_size={self.inner_size}, expert_parallel={self.expert_parallel}, "
+            f"rank={self.rank}, world_size={self.world_size}"
         )
+
+
+@dataclass
+class ExpertLoad:
+    """Tokens that a router has sent to the experts of a layer, the same on every rank."""
+
+    tokens_per_expert: Tensor
+    """``[experts]``: a token counts for each expert that it is routed to."""
+    experts_per_rank: list[int]
+    """How many consecutive experts each rank holds; empty if every rank holds a slice of each."""
+
+    @property
+    def tokens_per_rank(self) -> list[int]:
+        """Sums over the experts of each rank; empty if every rank holds a slice of each."""
+        counts = iter(self.tokens_per_expert.tolist())
+        return [sum(islice(counts, size)) for size in self.experts_per_rank]
+
+
+@contextmanager
+def count_expert_load(model: nn.Module) -> Iterator[dict[str, ExpertLoad]]:
+    """Count the tokens that the routers of a sharded model send to each expert, in the forwards of
+    the ``with`` block. Nothing is sent: all ranks have all tokens.
+
+    Args:
+        model: with experts that :func:`tensor_parallelize` has sharded.
+
+    Yields:
+        The load of each layer of experts, by its name in the model; it grows with each forward.
+
+    Raises:
+        ValueError: the model has no sharded experts whose forward is told what the router chose.
+    """
+    layers = [
+        layer
+        for layer in sharded_layers(model)
+        if isinstance(layer, ParallelExperts) and layer.is_routed
+    ]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no sharded experts that take the choices of a router; "
+            "call tensor_parallelize first, with a plan that names experts"
+        )
+    loads = {}
+    hooks = []
+    for layer in layers:
+        sizes = shard_sizes(layer.num_experts, layer.world_size) if layer.expert_parallel else []
+        load = ExpertLoad(torch.zeros(layer.num_experts, dtype=torch.long), sizes)
+        loads[layer.name or ""] = load
+
+        def add(layer: nn.Module, args: tuple[Any, ...], load: ExpertLoad = load) -> None:
+            chosen = args[1].detach().flatten().cpu()
+            load.tokens_per_expert += chosen.bincount(minlength=len(load.tokens_per_expert))
+
+        hooks.append(layer.register_forward_pre_hook(add))
+    try:
+        yield loads
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -36,7 +36,7 @@ FAMILIES = {
     "Olmoe": (transformers.OlmoeForCausalLM, transformers.OlmoeConfig),
     "GraniteMoe": (transformers.GraniteMoeForCausalLM, transformers.GraniteMoeConfig),
 }
-DEALT = {"*.experts": "expert_parallel"}
+EXPERT_PARALLEL = {"*.experts": "expert_parallel"}
 
 
 def model_of(family: str) -> Any:
@@ -68,10 +68,10 @@ AUXILIARY = {
 @pytest.mark.parametrize(
     "family", in_gate(["Mixtral", "DeepseekV3", "Glm4MoeLite", "GptOss"], [*FAMILIES])
 )
-@pytest.mark.parametrize("plan", ["auto", "dealt"])
+@pytest.mark.parametrize("plan", ["auto", "expert parallel"])
 @pytest.mark.parametrize("ranks", in_gate([2], [2, 4]))
 def test_training_follows_the_losses_of_one_process(family: str, plan: Any, ranks: int) -> None:
-    if family == "Llama4" and plan == "dealt":
+    if family == "Llama4" and plan == "expert parallel":
         pytest.skip("its experts take hidden states that are sorted by experts")
     full = model_of(family)
     ids = torch.randint(3, 61, (2, 7))
@@ -80,7 +80,7 @@ def test_training_follows_the_losses_of_one_process(family: str, plan: Any, rank
 
     def body(comm: Communicator) -> None:
         model = copy.deepcopy(full)
-        tensor_parallelize(model, "auto" if plan == "auto" else DEALT, comm)
+        tensor_parallelize(model, "auto" if plan == "auto" else EXPERT_PARALLEL, comm)
         assert any(isinstance(module, ParallelExperts) for module in model.modules())
         assert model.generate(ids, max_new_tokens=5, do_sample=False).equal(tokens)
         found = losses(model.train(), ids, 10)
@@ -96,7 +96,7 @@ def test_training_follows_the_losses_of_one_process(family: str, plan: Any, rank
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 @pytest.mark.parametrize("layout", ["fused", "per expert"])
-@pytest.mark.parametrize("plan", ["auto", "dealt"])
+@pytest.mark.parametrize("plan", ["auto", "expert parallel"])
 def test_files_are_read_slice_by_slice(family: str, layout: str, plan: str, tmp_path: Path) -> None:
     full = model_of(family).float()
     if layout == "fused":
@@ -112,7 +112,7 @@ def test_files_are_read_slice_by_slice(family: str, layout: str, plan: str, tmp_
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        tensor_parallelize(model, "auto" if plan == "auto" else DEALT, comm)
+        tensor_parallelize(model, "auto" if plan == "auto" else EXPERT_PARALLEL, comm)
         load_pretrained(model, tmp_path)
         found = full_state_dict(model)
         assert all(torch.equal(found[key], value) for key, value in full.state_dict().items())
@@ -137,17 +137,17 @@ def test_the_full_model_is_saved(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_plan_shows_experts_of_both_kinds() -> None:
     full = model_of("Mixtral")
-    inside, dealt = plan_for(full, 2), plan_for(full, 2, DEALT)
+    inside, expert_parallel = plan_for(full, 2), plan_for(full, 2, EXPERT_PARALLEL)
     (layer,) = (layer for layer in inside.layers if layer.kind == "experts")
     assert (layer.shape, layer.shard) == ((4, 32, 48), (4, 32, 24))
     assert layer.forward == "all-reduce 32"
-    (layer,) = dealt.layers
+    (layer,) = expert_parallel.layers
     assert (layer.shape, layer.shard, layer.count) == ((4, 32, 48), (2, 32, 48), 2)
     experts = sum(p.numel() for name, p in full.named_parameters() if "experts" in name)
-    assert dealt.full_parameters - dealt.rank_parameters == experts // 2
+    assert expert_parallel.full_parameters - expert_parallel.rank_parameters == experts // 2
     embedded = full.get_input_embeddings().weight.nbytes
     # Half of the experts are chosen, and half of each parameter's 8 bytes are on this rank.
-    assert dealt.rank_bytes - dealt.token_bytes == 2 * experts + embedded
+    assert expert_parallel.rank_bytes - expert_parallel.token_bytes == 2 * experts + embedded
 
 
 @pytest.mark.slow
@@ -157,9 +157,9 @@ def test_what_experts_do_not_support_is_refused() -> None:
 
     def body(comm: Communicator) -> None:
         with pytest.raises(ValueError, match="invariant=True does not support experts"):
-            tensor_parallelize(copy.deepcopy(full), DEALT, comm, invariant=True)
+            tensor_parallelize(copy.deepcopy(full), EXPERT_PARALLEL, comm, invariant=True)
         with pytest.raises(ValueError, match="sorted by experts, and cannot be sharded so"):
-            tensor_parallelize(copy.deepcopy(llama), DEALT, comm)
+            tensor_parallelize(copy.deepcopy(llama), EXPERT_PARALLEL, comm)
         with pytest.raises(TypeError, match="only a module of stacked experts can be made 'exp"):
             tensor_parallelize(copy.deepcopy(full), {"*.gate": "experts"}, comm)
 

@@ -11,8 +11,8 @@ from support.ranks import run_threads
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipekernels import Communicator
-from pipekernels.tensor_parallel import full_state_dict
+from pipekernels import Communicator, tensor_parallelize
+from pipekernels.tensor_parallel import count_expert_load, full_state_dict
 from pipekernels.tensor_parallel.experts import ParallelExperts
 
 EXPERTS, HIDDEN, INNER = 5, 12, 10
@@ -85,10 +85,10 @@ def routing(tokens: int, count: int, dtype: torch.dtype = torch.float64) -> tupl
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dealt", [False, True], ids=["inside", "dealt"])
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["inside", "expert parallel"])
 @pytest.mark.parametrize(("ranks", "count"), [(1, 2), (2, 2), (3, 1), (4, EXPERTS)])
 def test_outputs_and_gradients_equal_those_of_the_full_module(
-    layout: str, dealt: bool, ranks: int, count: int
+    layout: str, expert_parallel: bool, ranks: int, count: int
 ) -> None:
     torch.manual_seed(0)
     full = Experts(**LAYOUTS[layout])
@@ -102,7 +102,7 @@ def test_outputs_and_gradients_equal_those_of_the_full_module(
     wanted |= {name: parameter.grad for name, parameter in full.named_parameters()}
 
     def body(comm: Communicator) -> None:
-        layer = ParallelExperts(full, comm, dealt=dealt)
+        layer = ParallelExperts(full, comm, expert_parallel=expert_parallel)
         own = [t.detach().clone().requires_grad_() for t in (x, weights)]
         y = layer(own[0], chosen, own[1])
         torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
@@ -137,16 +137,16 @@ def test_few_tokens_have_the_sums_of_float32(dtype: torch.dtype, tokens: int) ->
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dealt", [False, True], ids=["inside", "dealt"])
-def test_parameters_go_there_and_back(layout: str, dealt: bool) -> None:
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["inside", "expert parallel"])
+def test_parameters_go_there_and_back(layout: str, expert_parallel: bool) -> None:
     full = Experts(**LAYOUTS[layout])
 
     def body(comm: Communicator) -> None:
-        layer = ParallelExperts(full, comm, dealt=dealt)
+        layer = ParallelExperts(full, comm, expert_parallel=expert_parallel)
         state = full_state_dict(layer)
         assert state.keys() == full.state_dict().keys()
         assert all(torch.equal(state[name], value) for name, value in full.state_dict().items())
-        other = ParallelExperts(Experts(**LAYOUTS[layout]), comm, dealt=dealt)
+        other = ParallelExperts(Experts(**LAYOUTS[layout]), comm, expert_parallel=expert_parallel)
         other.load_state_dict(full.state_dict())
         back: Any = other.to_full()
         assert type(back) is Experts
@@ -162,7 +162,9 @@ def test_a_token_whose_experts_are_elsewhere_gets_nothing_here() -> None:
     chosen, weights = torch.tensor([[0], [4]]), torch.ones(2, 1, dtype=torch.float64)
 
     def body(comm: Communicator) -> Tensor:
-        return ParallelExperts(full, comm, dealt=True)._own_part(x, chosen, weights).detach()
+        return (
+            ParallelExperts(full, comm, expert_parallel=True)._own_part(x, chosen, weights).detach()
+        )
 
     first, second = run_threads(2, body)
     assert first[1].abs().max() == 0 and second[0].abs().max() == 0
@@ -186,14 +188,16 @@ def test_wrong_arguments_are_refused() -> None:
         ParallelExperts(Experts(), None)  # type: ignore[arg-type]
 
     def too_many(comm: Communicator) -> None:
-        ParallelExperts(Experts(), comm, dealt=True)
+        ParallelExperts(Experts(), comm, expert_parallel=True)
 
     with pytest.raises(ValueError, match="5"):
         run_threads(6, too_many)
 
 
-@pytest.mark.parametrize("dealt", [False, True], ids=["inside", "dealt"])
-def test_few_tokens_take_one_call_per_product(dealt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["inside", "expert parallel"])
+def test_few_tokens_take_one_call_per_product(
+    expert_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     full = Experts(has_bias=True)
     x, weights = torch.randn(1, HIDDEN, dtype=torch.float64), torch.rand(1, 2).double()
@@ -202,8 +206,38 @@ def test_few_tokens_take_one_call_per_product(dealt: bool, monkeypatch: pytest.M
     monkeypatch.delattr("pipekernels.tensor_parallel.experts.expert_linear")
 
     def body(comm: Communicator) -> None:
-        layer = ParallelExperts(full, comm, dealt=dealt)
+        layer = ParallelExperts(full, comm, expert_parallel=expert_parallel)
         with torch.no_grad():
             torch.testing.assert_close(layer(x, chosen, weights), expected, rtol=0, atol=1e-12)
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["inside", "expert parallel"])
+def test_the_load_of_experts_and_ranks_is_counted(expert_parallel: bool) -> None:
+    full = Experts()
+    chosen = torch.tensor([[0, 1], [0, 4], [0, 1]])
+    weights = torch.rand(3, 2, dtype=torch.float64)
+    x = torch.randn(3, HIDDEN, dtype=torch.float64)
+
+    def body(comm: Communicator) -> None:
+        model = nn.Sequential(full)
+        plan = {"0": "expert_parallel" if expert_parallel else "experts"}
+        tensor_parallelize(model, plan, comm)
+        with count_expert_load(model) as loads:
+            model[0](x, chosen, weights)
+            model[0](x[:1], chosen[:1], weights[:1])
+        model[0](x, chosen, weights)
+        (load,) = loads.values()
+        assert load.tokens_per_expert.tolist() == [4, 3, 0, 0, 1]
+        assert load.tokens_per_rank == ([7, 1] if expert_parallel else [])
+
+    run_threads(2, body)
+
+
+def test_a_model_without_experts_has_no_load() -> None:
+    with (
+        pytest.raises(ValueError, match="Linear has no sharded experts"),
+        count_expert_load(nn.Linear(2, 2)),
+    ):
+        pass

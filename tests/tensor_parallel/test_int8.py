@@ -117,10 +117,10 @@ def test_layers_equal_the_model_of_the_dequantized_weights(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dealt", [False, True], ids=["inside", "dealt"])
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["inside", "expert parallel"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_experts_equal_those_of_the_dequantized_weights(
-    layout: str, dealt: bool, ranks: int
+    layout: str, expert_parallel: bool, ranks: int
 ) -> None:
     torch.manual_seed(0)
     full = Experts(**LAYOUTS[layout], dtype=torch.float32)
@@ -135,7 +135,7 @@ def test_experts_equal_those_of_the_dequantized_weights(
     chosen, weights = routing(30, 2, torch.float32)
 
     def body(comm: Communicator) -> None:
-        model = nn.Sequential(ParallelExperts(full, comm, dealt=dealt))
+        model = nn.Sequential(ParallelExperts(full, comm, expert_parallel=expert_parallel))
         quantize_weights(model)
         [layer] = model
         assert type(layer) is Int8Experts
@@ -145,7 +145,7 @@ def test_experts_equal_those_of_the_dequantized_weights(
             bound = 64 * torch.finfo(torch.float32).eps * expected.abs().max().item()
             torch.testing.assert_close(layer(*operands).double(), expected, rtol=0, atol=bound)
         state = full_state_dict(model)
-        again = nn.Sequential(ParallelExperts(full, comm, dealt=dealt))
+        again = nn.Sequential(ParallelExperts(full, comm, expert_parallel=expert_parallel))
         for parameter in again.parameters():
             parameter.data.mul_(2)
         quantize_weights(again).load_state_dict(state)

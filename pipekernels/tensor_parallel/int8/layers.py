@@ -167,7 +167,8 @@ class Int8Experts(_Int8Layer, ParallelExperts):
 
     def __init__(self, layer: ParallelExperts) -> None:
         ShardedLayer.__init__(self, Sharding(layer.comm))
-        self.dealt, self.is_routed, self.first = layer.dealt, layer.is_routed, layer.first
+        self.expert_parallel = layer.expert_parallel
+        self.is_routed, self.first = layer.is_routed, layer.first
         self.is_transposed, self.was_transposed = False, layer.is_transposed
         self.is_concatenated, self.num_experts = layer.is_concatenated, layer.num_experts
         self.hidden_size, self.inner_size, self.name = (
@@ -190,7 +191,7 @@ class Int8Experts(_Int8Layer, ParallelExperts):
                 continue
             weight = parameter.detach()
             weight = weight.transpose(1, 2) if self.was_transposed else weight
-            is_cut = name == "down_proj" and not self.dealt
+            is_cut = name == "down_proj" and not self.expert_parallel
             scale = _scale(weight, self.comm if is_cut else None)
             self.register_parameter(name, frozen(int8_of(weight, scale).contiguous()))
             self.register_parameter(f"{name}_scale", frozen(scale.contiguous()))
@@ -201,7 +202,7 @@ class Int8Experts(_Int8Layer, ParallelExperts):
 
     def _sharded_dims(self) -> dict[str, int]:
         dims = super()._sharded_dims()
-        return dims if self.dealt else dims | {f"{self.first}_scale": 1}
+        return dims if self.expert_parallel else dims | {f"{self.first}_scale": 1}
 
     def _product(self, x: Tensor, name: str, bias: Tensor | None, rows: list[int]) -> Tensor:
         scale = self.get_parameter(f"{name}_scale")

@@ -109,20 +109,20 @@ class LayerKind(Kind):
 class ExpertsKind(LayerKind):
     """Stacked experts, of which a rank holds a slice of each, or some."""
 
-    dealt: bool = False
+    expert_parallel: bool = False
 
     def shard_shape(self, shape: Shape, world_size: int) -> Shape:
         experts, out_features, in_features = shape
-        if self.dealt:
+        if self.expert_parallel:
             return shard_sizes(experts, world_size)[0], out_features, in_features
         return experts, out_features, shard_sizes(in_features, world_size)[0]
 
 
 def _experts(
-    layer: nn.Module, comm: Communicator, *, invariant: bool, dealt: bool = False
+    layer: nn.Module, comm: Communicator, *, invariant: bool, expert_parallel: bool = False
 ) -> ParallelExperts:
     arithmetic_of(invariant).check_experts()
-    return ParallelExperts(layer, comm, dealt=dealt)
+    return ParallelExperts(layer, comm, expert_parallel=expert_parallel)
 
 
 def _shape_of_experts(layer: Any) -> Shape:
@@ -217,8 +217,12 @@ EXPERTS = ExpertsKind(
     keeps=("down_proj_bias",),
     checks_extras=True,
 )
-DEALT = replace(
-    EXPERTS, word="expert_parallel", make=partial(_experts, dealt=True), dealt=True, keeps=()
+EXPERT_PARALLEL = replace(
+    EXPERTS,
+    word="expert_parallel",
+    make=partial(_experts, expert_parallel=True),
+    expert_parallel=True,
+    keeps=(),
 )
 SUMMED = HookKind("replicated_with_grad_allreduce", sum_gradients)
 LAST_SUMMED = HookKind("sum_last_gradients", _sum_last(1))  # A plan must say of how many.
@@ -235,7 +239,7 @@ _ALL: tuple[Kind, ...] = (
     EMBEDDING,
     ATTENTION,
     EXPERTS,
-    DEALT,
+    EXPERT_PARALLEL,
     SUMMED,
     LAST_SUMMED,
     HookKind("split_output", _sum_and_split),
