@@ -32,16 +32,16 @@ BUDGETS = {
     "pipekernels/pipeline/spmd": 900,
     "pipekernels/pipeline/stage": 2_090,
     "pipekernels/pipeline/values": 660,
-    "pipekernels/tensor_parallel": 2_680,
+    "pipekernels/tensor_parallel": 2_740,
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/overlap": 250,
-    "pipekernels/tensor_parallel/plan": 1_460,
-    "tests": 31_470,
+    "pipekernels/tensor_parallel/plan": 1_470,
+    "tests": 31_510,
     "bench": 7_080,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 25_500, "core": 21_440}
+TOTALS = {"pipekernels": 25_570, "core": 21_510}
 
 
 def lines(files: Iterable[Path]) -> int:
