@@ -99,10 +99,12 @@ def test_a_scalar_of_one_micro_batch_is_itself() -> None:
     assert aux.equal(pipe.to_sequential()(rows())[1])
 
 
-def test_scalars_of_integers_are_refused() -> None:
+def test_scalars_of_integers_and_extras_without_a_tensor_are_refused() -> None:
     pipe = pipe_of(FunctionLayer(lambda x: (x, torch.tensor(len(x)))))
     with pytest.raises(ValueError, match=r"int64.*only scalars of a floating-point dtype"):
         pipe(torch.ones(4, 2))
+    with pytest.raises(TypeError, match="what loss_fn returns beside the loss"):
+        make(Leaves).train_step(rows(), rows(), lambda y, t: (y.sum(), 1.0))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -126,11 +128,6 @@ def test_extras_of_a_loss(reduction: str, schedule: str) -> None:
     torch.testing.assert_close(extras["largest"], [largest])
     assert extras["name"] is None
     assert not extras["rows"].requires_grad
-
-
-def test_extras_without_a_tensor_are_refused() -> None:
-    with pytest.raises(TypeError, match="what loss_fn returns beside the loss"):
-        make(Leaves).train_step(rows(), rows(), lambda y, t: (y.sum(), 1.0))
 
 
 class Several(nn.Linear):

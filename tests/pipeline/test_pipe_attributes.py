@@ -5,6 +5,7 @@ The attributes and errors are those that fairscale documents for its ``Pipe``.
 
 import copy
 import pickle
+from collections import OrderedDict
 from enum import Enum
 from fractions import Fraction
 from typing import Any
@@ -132,6 +133,8 @@ def test_balance_and_devices_by_default() -> None:
     assert sum(pipe.balance) == 5 and len(pipe.devices) == len(pipe.balance)
     if not torch.cuda.is_available():
         assert len(pipe.balance) == min(5, torch.get_num_threads())
+    module = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(10, 10), nn.Linear(10, 10))
+    assert Pipe(module, devices=["cpu"] * 2).balance == [1, 3]  # It goes by parameters.
 
 
 def test_moving_is_refused_and_casting_allowed() -> None:
@@ -259,42 +262,29 @@ def test_a_model_with_a_pipe_cannot_move_it() -> None:
     assert pipe[0].weight.dtype == torch.float32
 
 
-def test_the_default_balance_goes_by_parameters() -> None:
-    module = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(10, 10), nn.Linear(10, 10))
-    assert Pipe(module, devices=["cpu"] * 2).balance == [1, 3]
-
-
 def test_split_keeps_names_modes_and_a_layer_used_twice() -> None:
     shared = nn.Linear(2, 2)
-    module = nn.Sequential()
-    module.add_module("a", shared)
-    module.add_module("b", nn.ReLU())
-    module.add_module("c", shared)
-    module.eval()
+    module = nn.Sequential(OrderedDict(a=shared, b=nn.ReLU(), c=shared)).eval()
     first, second = split_module(module, [1, 2], [CPU, CPU])
     assert list(first._modules) == ["a"] and list(second._modules) == ["b", "c"]
     assert first.a is second.c
     assert not first.training and not second.training
 
 
-def test_parameters_shared_across_devices_are_refused() -> None:
+def test_what_stages_on_different_devices_share() -> None:
+    """Parameters and modules are refused; a buffer is copied."""
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     b.weight = a.weight
     with pytest.raises(ValueError, match="shared by stages on cpu and meta"):
         split_module(nn.Sequential(a, b), [1, 1], [CPU, META])
 
-
-def test_a_module_with_buffers_shared_across_devices_is_refused() -> None:
     norm = nn.BatchNorm1d(2, affine=False)
     module = nn.Sequential(norm, nn.Linear(2, 2), nn.Sequential(norm))
     with pytest.raises(ValueError, match=r"module '2\.0' is shared by stages on cpu and meta"):
         split_module(module, [2, 1], [CPU, META])
     assert len(split_module(module, [2, 1], [CPU] * 2)) == 2
 
-
-def test_a_buffer_shared_by_modules_is_copied_across_devices() -> None:
     module = nn.Sequential(*(nn.BatchNorm1d(2, affine=False) for _ in range(2)))
     module[1].running_mean = module[0].running_mean
     first, second = split_module(module, [1, 1], [CPU, META])
-    assert first[0].running_mean.device.type == "cpu"
-    assert second[0].running_mean.device.type == "meta"
+    assert [norm.running_mean.device for norm in (first[0], second[0])] == [CPU, META]

@@ -69,9 +69,6 @@ def test_a_stage_is_a_module() -> None:
     assert torch.equal(stage(x), stage.layers[0](x).relu())
     assert "PipelineStage(\n  index=3\n" in repr(stage)
     assert PipelineStage(0)(x) is x
-
-
-def test_stages_without_layers() -> None:
     given = [PipelineStage(0), PipelineStage(1).add_layer(nn.Linear(6, 2)), PipelineStage(2)]
     assert PipelineParallel(given, 2)(torch.ones(4, 6)).shape == (4, 2)
 

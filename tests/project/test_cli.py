@@ -57,19 +57,13 @@ def test_info_mentions_unsupported_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     assert "PIPEKERNELS_CUDA=1 pip install" in cli.info()
 
 
-def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["nonsense"])
-    assert "info" in capsys.readouterr().err
-
-
-def test_without_a_command_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_an_unknown_one_and_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     shown = capsys.readouterr()
     assert "usage: pipekernels" in shown.out and "tune" in shown.out and shown.err == ""
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["nonsense"])
+    assert "info" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert ended.value.code == 0

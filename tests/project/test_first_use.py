@@ -62,12 +62,11 @@ def test_few_modules_of_others_are_imported(imported: dict[str, list[str]], step
     assert len(others) <= 30, others
 
 
-def test_no_compiler_is_imported(imported: dict[str, list[str]]) -> None:
+def test_no_compiler_and_few_modules_of_the_package_are_imported(
+    imported: dict[str, list[str]],
+) -> None:
     names = {name for step in imported.values() for name in step}
     assert not {name for name in names if name.startswith(COMPILERS)}
-
-
-def test_the_package_imports_few_modules_of_its_own(imported: dict[str, list[str]]) -> None:
-    """A module takes about a millisecond."""
+    # Few modules of the package itself: one takes about a millisecond.
     own = [name for name in imported["import"] if name.startswith("pipekernels")]
     assert len(own) <= 170, own

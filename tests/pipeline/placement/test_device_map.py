@@ -93,15 +93,12 @@ def test_the_deepest_name_decides_regardless_of_order() -> None:
     assert devices_of(model) == expected
 
 
-def test_weights_move_directly_to_their_device() -> None:
+def test_weights_move_directly_to_their_device_or_stay_where_they_are() -> None:
     """Moving them to the root's device first, here ``meta``, would lose their values."""
     expected = Model().blocks[1][0].weight
     model = parallelize_pipeline(Model(), {"": "meta", "blocks.1": "cpu"})
     assert torch.equal(model.blocks[1][0].weight, expected)
-
-
-def test_modules_without_an_entry_stay_where_they_are() -> None:
-    model = Model()
+    model = Model()  # Without an entry for its encoder.
     model.encoder.to("meta")
     parallelize_pipeline(model, {"head": "cpu"})
     assert devices_of(model)["encoder.first.weight"] == "meta"

@@ -207,9 +207,7 @@ def test_by_size_weighs_parameters_against_activations() -> None:
     sample = torch.rand(64, 8)
     assert balance_by_size(2, module, sample, param_scale=0, device="cpu") == [2, 2]
     assert balance_by_size(2, module, sample, param_scale=1e6, device="cpu") == [1, 3]
-
-
-def test_chunks_make_activations_smaller() -> None:
+    # Chunks make activations smaller.
     module = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Tanh(), nn.Tanh())  # 6.6 KB
     sample = torch.rand(64, 40)  # 10 KB
     assert balance_by_size(2, module, sample, param_scale=1, device="cpu") == [2, 2]

@@ -17,12 +17,10 @@ from pipekernels.pipeline.schedule.program import (
 )
 
 
-def test_backward_starts_with_the_last_micro_batch() -> None:
+def test_orders_of_gpipe() -> None:
+    """Backwards start with the last micro-batch; forwards run depth first on one thread."""
     lane = gpipe(2, 3).lanes[1]
     assert [a.micro_batch for a in lane if a.kind == "B"] == [2, 1, 0]
-
-
-def test_forwards_run_depth_first_on_one_thread() -> None:
     order = [(a.micro_batch, a.stage) for a in gpipe(2, 3).forwards.order]
     assert order == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 

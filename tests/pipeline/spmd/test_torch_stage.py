@@ -1,7 +1,7 @@
 """A pipe's stages with the schedules of ``torch.distributed.pipelining``, on a process each."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -78,7 +78,8 @@ def schedules(comm: Communicator) -> Iterator[tuple[Any, list[Any], nn.Sequentia
     yield schedule, stages, unwrapped
 
 
-def train(comm: Communicator) -> int:
+def train(comm: Communicator) -> None:
+    """Schedules equal the unwrapped module."""
     done = 0
     x, target = batch()
     for schedule, stages, module in schedules(comm):
@@ -88,13 +89,7 @@ def train(comm: Communicator) -> int:
         schedule.step(*inputs, **({"target": target, "losses": losses} if is_last else {}))
         assert_trained(stages, losses, module)
         done += 1
-    return done
-
-
-@pytest.mark.processes
-@needs_averages
-def test_schedules_equal_the_unwrapped_module() -> None:
-    assert run_processes(2, train, limit=LIMIT) == [5, 5]
+    assert done == 5
 
 
 def several_arguments(comm: Communicator) -> None:
@@ -115,13 +110,8 @@ def several_arguments(comm: Communicator) -> None:
         torch.testing.assert_close(torch.stack(losses).mean(), expected)
 
 
-@pytest.mark.processes
-@needs_averages
-def test_the_first_stage_takes_the_arguments_of_the_pipe() -> None:
-    run_processes(2, several_arguments, limit=LIMIT)
-
-
 def take_stages(comm: Communicator) -> None:
+    """Stages share the layers, and bad arguments are refused."""
     pipe = Pipe(model(), [4, 4], devices=["cpu"] * 2).eval()
     pipe[3].train()
     stage = pipe.to_torch_stage(1)
@@ -159,8 +149,12 @@ def take_stages(comm: Communicator) -> None:
 
 
 @pytest.mark.processes
-def test_stages_share_the_layers_and_bad_arguments_are_refused() -> None:
-    run_processes(2, take_stages, limit=LIMIT)
+@pytest.mark.parametrize(
+    "body",
+    [take_stages, *(pytest.param(f, marks=needs_averages) for f in (train, several_arguments))],
+)
+def test_on_ranks(body: Callable[[Communicator], None]) -> None:
+    run_processes(2, body, limit=LIMIT)
 
 
 def test_needs_torch_distributed() -> None:

@@ -168,14 +168,11 @@ def test_visible_randomness_may_use_lanes() -> None:
     assert not needs_one_thread(pipe)
 
 
-def test_a_task_continues_its_stream_between_calls() -> None:
+def test_a_task_continues_its_stream_between_calls_and_seeds_differ() -> None:
     with LaneRandom(123, {}):
         two = torch.rand(2), torch.rand(2)
     torch.manual_seed(123)
     assert torch.equal(torch.cat(two), torch.cat([torch.rand(2), torch.rand(2)]))
-
-
-def test_task_seeds_differ() -> None:
     seeds = {task_seed(99, stage, m) for stage in range(64) for m in range(256)}
     assert len(seeds) == 64 * 256
     # Torch's CPU generator uses 32 bits of a seed.
