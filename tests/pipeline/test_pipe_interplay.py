@@ -9,17 +9,12 @@ from itertools import product
 import pytest
 import torch
 from support.function_layer import FunctionLayer
-from support.pipes import Pipe, assert_equals_plain, assert_same_gradients, pipe_of
+from support.pipes import Pipe, assert_equals_plain, assert_same_gradients, mlp, pipe_of
 from support.ranks import run_processes
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipekernels import Communicator
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)).double()
 
 
 def train_with_ddp(comm: Communicator) -> None:

@@ -51,6 +51,11 @@ def assert_equals_plain(pipe: Pipe, x: torch.Tensor, **tolerances: float) -> Non
     torch.testing.assert_close(found, expected, **{"rtol": 0, "atol": 1e-10, **tolerances})
 
 
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)).double()
+
+
 def pipe_of(*layers: nn.Module, device: Any = "cpu", chunks: int = 2, **options: Any) -> Pipe:
     """A pipe with a stage for each layer."""
     devices = [device] * len(layers)

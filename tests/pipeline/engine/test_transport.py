@@ -6,8 +6,9 @@ The CUDA devices are fakes (``support/cuda/recorded_streams.py``), except in one
 import copy
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -76,42 +77,39 @@ def run(
     checkpoint: str,
     schedule: str | None,
     home: str,
-    machine: AbstractContextManager[Machine | None],
+    machine: Any,
 ) -> None:
     """Compare two training steps, with inputs on ``home``, with those of the plain model."""
     plain, balance = model(len(devices))
     piped = copy.deepcopy(plain)
     x, y = torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    loss_fn = nn.functional.mse_loss
     with machine as made:
         at, to = p2p_copy(x, home).clone(), p2p_copy(y, devices[-1])
         pipe = Pipe(piped, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
-        if made is not None:
-            made.placing = False
+        made.placing = False
         ours = []
         for _ in range(2):
             given = at.detach().clone().requires_grad_()
             if schedule is None:
-                loss = nn.functional.mse_loss(pipe(given), to)
+                loss = loss_fn(pipe(given), to)
                 torch.autograd.backward(loss)
             else:
-                lanes = next(n for n in (3, 2, 1) if len(devices) % n == 0)
-                loss = pipe.train_step(
-                    given, to, nn.functional.mse_loss, schedule=schedule,
-                    lanes=lanes if schedule == "interleaved" else None,
-                )  # fmt: skip
+                lanes = max(n for n in (3, 2, 1) if len(devices) % n == 0)
+                options = {"lanes": lanes} if schedule == "interleaved" else {}
+                loss = pipe.train_step(given, to, loss_fn, schedule=schedule, **options)
             assert given.grad is not None
             ours.append((loss.detach() * 1, given.grad * 1))
             descend(pipe)
             at.mul_(1.25)  # The caller may overwrite the pipe's input now.
             del given, loss
-        if made is not None:
-            made.poll()
+        made.poll()
     for i in range(2):
         given = (x * 1.25**i).requires_grad_()
-        loss = nn.functional.mse_loss(plain(given), y)
+        loss = loss_fn(plain(given), y)
         loss.backward()
-        torch.testing.assert_close(ours[i][0].cpu(), loss.detach(), rtol=0, atol=1e-10)
-        torch.testing.assert_close(ours[i][1].cpu(), given.grad, rtol=0, atol=1e-10)
+        found = [tensor.cpu() for tensor in ours[i]]
+        torch.testing.assert_close(found, [loss.detach(), given.grad], rtol=0, atol=1e-10)
         descend(plain)
     found = [parameter.detach().cpu() for parameter in piped.parameters()]
     torch.testing.assert_close(found, list(plain.parameters()), rtol=0, atol=1e-10)
@@ -157,7 +155,7 @@ def test_real_devices(devices: list[str], schedule: str | None, device: torch.de
     elif OTHER in devices and torch.cuda.device_count() < 2:
         pytest.skip("there is one CUDA device, and this needs two")
     for checkpoint, home in zip(MODES, (CPU, devices[0], devices[-1]), strict=True):
-        run(devices, 4, checkpoint, schedule, home, nullcontext())
+        run(devices, 4, checkpoint, schedule, home, nullcontext(Mock()))
 
 
 def forward_and_backward(made: Machine, devices: Sequence[str], **options: Any) -> None:
