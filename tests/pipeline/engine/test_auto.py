@@ -1,9 +1,19 @@
-"""The choice of the execution follows measured times, also when they change, and is logged."""
+"""The choice of the execution follows measured times, and is logged with its reason, once."""
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from support.function_layer import FunctionLayer
+from support.pipes import pipe_of
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
+from pipekernels import Communicator, Pipe, RowParallelLinear
 from pipekernels.pipeline.engine.auto import (
     FIRST,
     MIN_RUNS_BETWEEN_TRIALS,
@@ -13,6 +23,8 @@ from pipekernels.pipeline.engine.auto import (
     Signature,
 )
 from pipekernels.pipeline.schedule.program import GPIPE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXECUTIONS = ["inline", "threads", "split"]
 EXPLORATION = 1 + 3 * SAMPLES_KEPT
@@ -24,7 +36,7 @@ def make(*, trains: bool = False) -> Auto:
     return Auto(Signature(GPIPE, 2, 4, True, (True,), 0, trains))
 
 
-def run(auto: Auto, times: int, **seconds: float) -> list[str]:
+def choices(auto: Auto, times: int, **seconds: float) -> list[str]:
     """The executions that ``auto`` chooses for so many mini-batches."""
     chosen = []
     for _ in range(times):
@@ -39,13 +51,13 @@ def test_the_first_mini_batch_warms_up_and_is_not_counted() -> None:
     assert auto.choose() == FIRST
     assert auto.choose() == FIRST  # None has ended.
     auto.record(FIRST, 1e-9)
-    chosen = run(auto, 3 * SAMPLES_KEPT, inline=2.0, threads=1.0, split=1.5)
+    chosen = choices(auto, 3 * SAMPLES_KEPT, inline=2.0, threads=1.0, split=1.5)
     assert all(chosen.count(execution) == SAMPLES_KEPT for execution in EXECUTIONS)
     assert auto.choose() == "threads"
 
 
 def test_only_possible_executions_are_tried() -> None:
-    chosen = run(make(trains=True), 100, inline=2.0, threads=1.0)
+    chosen = choices(make(trains=True), 100, inline=2.0, threads=1.0)
     assert set(chosen) == {FIRST, "inline", "threads"}
 
 
@@ -54,9 +66,9 @@ def test_only_possible_executions_are_tried() -> None:
 def test_the_fastest_execution_is_kept_and_trials_are_cheap(fastest: str, ratio: float) -> None:
     auto = make()
     seconds = {execution: 1.0 if execution == fastest else ratio for execution in EXECUTIONS}
-    run(auto, EXPLORATION, **seconds)
+    choices(auto, EXPLORATION, **seconds)
     times = 10_000
-    chosen = run(auto, times, **seconds)
+    chosen = choices(auto, times, **seconds)
     for slower in EXECUTIONS:
         if slower != fastest:
             trials = chosen.count(slower)
@@ -66,8 +78,8 @@ def test_the_fastest_execution_is_kept_and_trials_are_cheap(fastest: str, ratio:
 
 def test_a_choice_made_under_load_is_corrected() -> None:
     auto = make()
-    run(auto, EXPLORATION, inline=1.0, threads=1.5, split=1.5)
-    chosen = run(auto, 200, inline=1.0, threads=0.6, split=0.8)
+    choices(auto, EXPLORATION, inline=1.0, threads=1.5, split=1.5)
+    chosen = choices(auto, 200, inline=1.0, threads=0.6, split=0.8)
     assert chosen[0] == "inline" and chosen[-1] == "threads"
     assert chosen.count("inline") <= max(MIN_RUNS_BETWEEN_TRIALS, 0.5 / TRIAL_TIME_SHARE) + 5
 
@@ -75,9 +87,87 @@ def test_a_choice_made_under_load_is_corrected() -> None:
 def test_a_choice_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pipekernels.pipeline")
     auto = make(trains=True)
-    run(auto, 1 + 2 * SAMPLES_KEPT, inline=2e-3, threads=1e-3)
+    choices(auto, 1 + 2 * SAMPLES_KEPT, inline=2e-3, threads=1e-3)
     assert not caplog.messages
-    run(auto, 20, inline=2e-3, threads=1e-3)
+    choices(auto, 20, inline=2e-3, threads=1e-3)
     assert caplog.messages == [f"{KIND}: threads, the fastest (inline 2 ms, threads 1 ms)"]
-    run(auto, 1000, inline=2e-3, threads=3e-3)
+    choices(auto, 1000, inline=2e-3, threads=3e-3)
     assert caplog.messages[1:] == [f"{KIND}: inline, the fastest (inline 2 ms, threads 3 ms)"]
+
+
+@pytest.fixture
+def messages(caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.INFO, "pipekernels.pipeline")
+    return lambda: [record.message for record in caplog.records]
+
+
+def run(*layers: nn.Module, times: int = 2, chunks: int = 2, **options: Any) -> Pipe:
+    pipe = pipe_of(*layers, chunks=chunks, **options)
+    for _ in range(times):
+        pipe(torch.ones(4, 4)).sum().backward()
+    return pipe
+
+
+def linears() -> list[nn.Module]:
+    return [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_what_the_user_asks_for(messages: Any, execution: str) -> None:
+    run(*linears(), execution=execution, checkpoint="never")
+    why = f"execution={execution!r} asks for it"
+    assert messages() == [f"a pipe of 2 stages, gpipe, 2 micro-batches: {execution} ({why})"]
+
+
+def with_collectives() -> list[nn.Module]:
+    (comm,) = Communicator.threads(1)
+    return [RowParallelLinear(4, 4, comm=comm), nn.Linear(4, 4)]
+
+
+def recurrent() -> list[nn.Module]:
+    lstm = nn.LSTM(4, 4, 2, dropout=0.5)
+    return [nn.Sequential(lstm, FunctionLayer(lambda y: y[0])), nn.Linear(4, 4)]
+
+
+def checkpointed() -> list[nn.Module]:
+    return [nn.Linear(4, 4), FunctionLayer(lambda x: checkpoint(F.dropout, x, use_reentrant=False))]
+
+
+NO_SPLIT = ": threads (execution='split' asks for it, but no backward here"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (linears, {"execution": "split", "checkpoint": "always"}, NO_SPLIT),
+        (linears, {"chunks": 1}, "a single stage or micro-batch"),
+        (lambda: [nn.Linear(4, 4)] * 2, {}, "inline (stages share a layer)"),
+        (with_collectives, {}, "inline (layers call collectives"),
+        (recurrent, {}, "a recurrent layer"),
+        (checkpointed, {}, "layers draw random numbers that lanes"),
+    ],
+)
+def test_what_prevents_lanes(
+    messages: Any, make: Callable[[], list[nn.Module]], options: dict[str, Any], message: str
+) -> None:
+    run(*make(), **options)
+    (text,) = messages()
+    assert message in text
+
+
+def test_a_mode(messages: Any) -> None:
+    with FlopCounterMode(display=False):
+        run(*linears())
+    (text,) = messages()
+    assert "a mode, the profiler or hooks" in text
+
+
+def test_kinds_are_named_by_what_tells_them_apart(messages: Any) -> None:
+    run(*linears(), times=4 + 3 * SAMPLES_KEPT, checkpoint="never")
+    assert messages() and messages()[0].startswith(f"{KIND}: ")
+
+
+def test_nothing_is_logged_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
+    run(*linears(), times=20, execution="auto")
+    run(*linears(), execution="threads")
+    assert not caplog.records
