@@ -115,12 +115,16 @@ def _adapted(model: nn.Module, words: Mapping[str, str], config: Any) -> dict[st
 
 
 def _heads(config: Any) -> dict[str, int]:
-    """The numbers of heads of queries."""
+    """The numbers of heads of queries, by where they are in ``config``."""
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
-    fields = ("num_attention_heads", "decoder_attention_heads")
-    heads = {field: getattr(config, field, None) for field in fields}
-    return {field: number for field, number in heads.items() if isinstance(number, int)}
+    field = "num_attention_heads"
+    heads = {name: getattr(config, name, None) for name in (field, "decoder_attention_heads")}
+    per_layer = getattr(config, f"{field}_per_layer", None) or ()
+    heads |= {f"{field}_per_layer[{layer}]": number for layer, number in enumerate(per_layer)}
+    for layer, own in (config.to_dict().get("per_layer_config") or {}).items():
+        heads[f"per_layer_config[{layer}].{field}"] = own.get(field)
+    return {name: number for name, number in heads.items() if isinstance(number, int)}
 
 
 def _output_head(model: Any) -> list[str]:

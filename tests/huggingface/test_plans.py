@@ -13,6 +13,7 @@ from support.ranks import run_threads
 from torch import nn
 
 from pipekernels import Communicator, tensor_parallelize
+from pipekernels.tensor_parallel import plan_for
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -62,6 +63,19 @@ def test_plans_that_would_be_wrong_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=message):
         tensor_parallelize(model, "auto", comms[0])
     assert {key: id(module) for key, module in model.named_modules()} == before
+
+
+def test_layers_may_have_different_numbers_of_heads() -> None:
+    config = config_of(
+        "Laguna", **GROUPED, head_dim=8, num_attention_heads_per_layer=[4, 6],
+        mlp_layer_types=["dense", "dense"], layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    model = build(config)
+    shapes = {layer.name: layer.shard for layer in plan_for(model, 2).layers}
+    assert shapes["model.layers.0.self_attn.q_proj"][0] == 2 * 8
+    assert shapes["model.layers.1.self_attn.q_proj"][0] == 3 * 8
+    with pytest.raises(ValueError, match=r"num_attention_heads_per_layer\[1\]=6, which 4 ranks"):
+        plan_for(model, 4)
 
 
 def test_warnings() -> None:
