@@ -38,7 +38,7 @@ from pipekernels.tensor_parallel.state import full_state_dict
 _log = logging.getLogger(__name__)
 
 RANKS = 2
-MOST_FEATURES = 3000
+MOST_FEATURES = 3600
 """Most input features of all linear layers together: each takes a backward."""
 MOST_TRIALS = 24
 """Most trials for one group: which attributes to divide."""

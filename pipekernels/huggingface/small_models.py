@@ -44,7 +44,6 @@ _SIZES = (
         num_attention_heads n_head n_heads num_heads encoder_attention_heads
         decoder_attention_heads num_experts num_local_experts n_routed_experts
         moe_num_experts num_attention_heads_per_layer num_attention_heads_per_stage
-        mamba_n_heads
         """,
     ),
     (
@@ -62,7 +61,7 @@ _SIZES = (
         unpadded_vocab_size encoder_hash_byte_group_vocab
         """,
     ),
-    (16, "kv_lora_rank q_lora_rank qk_head_dim mamba_d_head"),
+    (16, "kv_lora_rank q_lora_rank qk_head_dim"),
     (8, "qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     (
         1,
