@@ -4,7 +4,7 @@ Arguments that fit nothing raise ValueError or TypeError; whether there is memor
 nobody can check.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -69,15 +69,14 @@ class Segment:
     def create(world_size: int, one_shot_bytes: int = 0) -> int: ...
     def __init__(self, fd: int, world_size: int) -> None: ...
 
-class SymmetricBuffer:
-    """Supports the buffer protocol; gives its memory back when it is deleted."""
-
 class Communicator:
     def __init__(self, segment: Segment, rank: int, pidfds: list[int], timeout: float) -> None: ...
     @property
     def one_shot_bytes(self) -> int: ...
     def choose_algorithm(self, bytes: int, /) -> str: ...
-    def allocate(self, bytes: int, /) -> SymmetricBuffer: ...
+    def allocate(self, sizes: Sequence[int], dtype: int, /) -> object:
+        """A DLPack capsule of a contiguous tensor."""
+
     def all_reduce(
         self, data: int, count: int, dtype: int, reduction: int, algorithm: int, shape: int = 0, /
     ) -> None: ...
@@ -147,8 +146,8 @@ class CudaCommunicator:
         blocks: int = 64,
         parent: CudaCommunicator | None = None,
     ) -> None: ...
-    def allocate(self, bytes: int, stream: int, /) -> object | None:
-        """A DLPack capsule of bytes; ``None`` if there is no room."""
+    def allocate(self, sizes: Sequence[int], dtype: int, stream: int, /) -> object | None:
+        """A DLPack capsule of a contiguous tensor; ``None`` if there is no room."""
 
     def all_reduce(
         self,

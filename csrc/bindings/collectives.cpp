@@ -17,6 +17,7 @@
 
 #include "arguments.h"
 #include "bindings.h"
+#include "capsule.h"
 #include "gil.h"
 #include "pipekernels/collectives/all_gather.h"
 #include "pipekernels/collectives/all_reduce.h"
@@ -277,11 +278,6 @@ void bind_collectives(py::module_& m) {
     return previous ? py::reinterpret_steal<py::object>(previous) : py::object(py::none());
   });
 
-  py::class_<SymmetricBuffer>(m, "SymmetricBuffer", py::buffer_protocol())
-      .def_buffer([](SymmetricBuffer& buffer) {
-        return py::buffer_info(reinterpret_cast<uint8_t*>(buffer.data()), buffer.bytes());
-      });
-
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
       .def_static("create", &Segment::create, py::arg("world_size"), py::arg("one_shot_bytes") = 0)
       .def(py::init([](int fd, int world_size) {
@@ -319,8 +315,11 @@ void bind_collectives(py::module_& m) {
              return name_of(choose_algorithm(bytes, communicator));
            })
       .def("allocate",
-           [](const Communicator& communicator, size_t bytes) {
-             return std::make_unique<SymmetricBuffer>(communicator.heap(), bytes);
+           [](const Communicator& communicator, std::vector<int64_t> sizes, int dtype) {
+             const DType type = dtype_of_code(dtype);
+             auto buffer =
+                 std::make_unique<SymmetricBuffer>(communicator.heap(), bytes_of(sizes, type));
+             return to_capsule(std::move(buffer), type, std::move(sizes), dlpack::kCpu, 0);
            })
       .def(
           "all_reduce",

@@ -11,48 +11,22 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "arguments.h"
 #include "bindings.h"
+#include "capsule.h"
 #include "gil.h"
 #include "pipekernels/collectives/all_gather.h"
 #include "pipekernels/collectives/all_reduce.h"
 #include "pipekernels/collectives/broadcast.h"
 #include "pipekernels/collectives/cuda_communicator.h"
 #include "pipekernels/collectives/reduce_scatter.h"
-#include "pipekernels/host/dlpack.h"
 
 namespace pipekernels::python {
 namespace {
 
 namespace py = pybind11;
-
-// A DLPack capsule of a tensor of bytes that owns `buffer`.
-py::object to_dlpack(std::unique_ptr<CudaBuffer> buffer, int device) {
-  struct Owned : dlpack::ManagedTensor {
-    std::unique_ptr<CudaBuffer> buffer;
-    int64_t size;
-  };
-  auto* owned = new Owned;
-  owned->size = static_cast<int64_t>(buffer->bytes());
-  owned->tensor = {buffer->data(), dlpack::kCuda, device, 1, dlpack::kUnsigned, 8, 1,
-                   &owned->size,   nullptr,       0};
-  owned->context = nullptr;
-  owned->release = [](dlpack::ManagedTensor* self) { delete static_cast<Owned*>(self); };
-  owned->buffer = std::move(buffer);
-  // A consumer renames the capsule and then releases the tensor itself.
-  PyObject* capsule =
-      PyCapsule_New(static_cast<dlpack::ManagedTensor*>(owned), "dltensor", [](PyObject* self) {
-        if (!PyCapsule_IsValid(self, "dltensor")) return;  // Consumed.
-        auto* tensor = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
-        tensor->release(tensor);
-      });
-  if (capsule == nullptr) {
-    delete owned;
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::object>(capsule);
-}
 
 }  // namespace
 
@@ -76,14 +50,18 @@ void bind_cuda_collectives(py::module_& m) {
            py::arg("blocks") = kMaxDeviceBlocks, py::arg("parent") = nullptr,
            py::keep_alive<1, 2>())
       .def("allocate",
-           [](CudaCommunicator& communicator, size_t bytes, uintptr_t stream) -> py::object {
+           [](CudaCommunicator& communicator, std::vector<int64_t> sizes, int dtype,
+              uintptr_t stream) -> py::object {
+             const DType type = dtype_of_code(dtype);
+             const size_t bytes = bytes_of(sizes, type);
              std::unique_ptr<CudaBuffer> buffer;
              {
                const NoGil no_gil;
                buffer = communicator.allocate(bytes, address(stream));
              }
              if (!buffer) return py::none();
-             return to_dlpack(std::move(buffer), communicator.device());
+             return to_capsule(std::move(buffer), type, std::move(sizes), dlpack::kCuda,
+                               communicator.device());
            })
       .def(
           "all_reduce",

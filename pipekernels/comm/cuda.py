@@ -7,7 +7,6 @@ import os
 import weakref
 
 import torch
-import torch.utils.dlpack
 from torch import Tensor
 
 from pipekernels import _backend
@@ -17,7 +16,7 @@ from pipekernels._torch_private import current_raw_stream, disable_dynamo, in_ba
 from pipekernels.comm.backend import DeviceBackend, NativeBackend
 from pipekernels.comm.codes import REDUCIBLE, REDUCTIONS
 from pipekernels.comm.shared_memory import SharedMemoryBackend
-from pipekernels.comm.tensors import ReadyCounters, shape_digest
+from pipekernels.comm.tensors import ReadyCounters, allocated, shape_digest
 
 _log = logging.getLogger(__name__)
 
@@ -152,12 +151,8 @@ class CudaBackend(NativeBackend):
     def _allocate(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor | None:
         if sizes.numel() == 0:
             return torch.empty(sizes, dtype=dtype, device=self.device)
-        capsule = self._native.allocate(sizes.numel() * dtype.itemsize, self._stream())
-        if capsule is None:
-            return None
-        # Not a view, for the reason given in SharedMemoryBackend.empty().
-        storage = torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
-        return torch.empty(0, dtype=dtype, device=self.device).set_(storage).resize_(sizes)
+        stream = self._stream()
+        return allocated(lambda *wanted: self._native.allocate(*wanted, stream), sizes, dtype)
 
 
 def _may_meet() -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import math
-import sys
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels.comm.backend import NativeBackend
+from pipekernels.comm.tensors import allocated
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +60,12 @@ class SharedMemoryBackend(NativeBackend):
         self._log = _AlgorithmLog(core) if _log.isEnabledFor(logging.INFO) else None
         self.all_reduce_tensor = (self._log or core).all_reduce_tensor
         self.flat_calls = core if self._log is None else None
+        # Without room the native call raises an error.
+        self.empty = cast(
+            "Callable[[torch.Size, torch.dtype], Tensor]",
+            functools.partial(allocated, core.allocate),
+        )
+        self.output = self.empty
         self.barrier = core.barrier
         self.close = core.close
         self.abort = core.abort
@@ -66,13 +74,3 @@ class SharedMemoryBackend(NativeBackend):
         super().all_reduce(tensor, op, algorithm)
         if self._log is not None:
             self._log.note(tensor, algorithm)
-
-    def empty(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
-        elements = math.prod(sizes)  # sizes.numel() would overflow beyond 64 bits.
-        buffer = self.core.allocate(min(elements * dtype.itemsize, sys.maxsize))
-        if elements == 0:  # torch.frombuffer() refuses an empty buffer.
-            return torch.empty(sizes, dtype=dtype, device="cpu")
-        # Reshape in place: a view that a custom autograd function returns cannot be modified.
-        return torch.frombuffer(buffer, dtype=dtype).resize_(sizes)
-
-    output = empty

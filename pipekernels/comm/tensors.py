@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from pipekernels import _backend
 from pipekernels._arguments import check_integer, check_kind
@@ -121,6 +124,31 @@ def output_for(
     if overlaps and offset != in_place:
         raise ValueError("out must not overlap the input; pass another tensor")
     return out
+
+
+def allocated(
+    allocate: Callable[[Sequence[int], int], Any], sizes: torch.Size, dtype: torch.dtype
+) -> Tensor | None:
+    """An uninitialised contiguous tensor in memory of ours.
+
+    Not a view: a view that a custom autograd function returns cannot be modified.
+
+    Args:
+        allocate: takes sizes and a code of a dtype; returns a DLPack capsule, or None without room.
+        sizes: of the tensor.
+        dtype: any.
+    """
+    code = REDUCIBLE.get(dtype)
+    if code is not None:
+        capsule = allocate(sizes, code)
+        return capsule if capsule is None else from_dlpack(capsule)
+    # Older versions of torch read few dtypes. sizes.numel() would overflow beyond 64 bits.
+    count = min(math.prod(sizes) * dtype.itemsize, sys.maxsize)
+    capsule = allocate((count,), MOVABLE[torch.uint8])
+    if capsule is None:
+        return None
+    memory = from_dlpack(capsule)
+    return memory.new_empty(0, dtype=dtype).set_(memory.untyped_storage()).resize_(sizes)
 
 
 def elements_of(dense: Tensor) -> tuple[int, int]:
