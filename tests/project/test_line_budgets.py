@@ -15,7 +15,7 @@ BUDGETS = {
     "pipekernels": 1_430,
     "pipekernels/balance": 140,
     "pipekernels/binding": 380,
-    "pipekernels/comm": 2_030,
+    "pipekernels/comm": 2_060,
     "pipekernels/comm/hosts": 580,
     "pipekernels/comm/join": 580,
     "pipekernels/comm/process_group": 580,
@@ -37,11 +37,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_470,
-    "tests": 31_450,
+    "tests": 31_460,
     "bench": 7_080,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 25_570, "core": 21_510}
+TOTALS = {"pipekernels": 25_590, "core": 21_530}
 
 
 def lines(files: Iterable[Path]) -> int:
