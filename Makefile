@@ -205,7 +205,7 @@ gpu-check:
 
 bench-nccl:
 	$(PYTHON) csrc/cmake/build_extension.py
-	$(PYTHON) -m bench.nccl $(ARGS)
+	$(PYTHON) -m bench.gpu nccl $(ARGS)
 
 # Without CUDA unless PIPEKERNELS_CUDA says so, like the wheels that are published: all is compiled
 # anew. The new environment borrows torch, which is large.

@@ -86,7 +86,7 @@ def alternate(
     samples: dict[str, list[float]] = {name: [] for name in names}
     steps = [(i + 1) // 2 * (-1) ** (i + 1) for i in range(len(names))]  # 0, 1, -1, 2, -2, ...
     for round_ in range(start, start + warmup + rounds):
-        side = (-1) ** (round_ // len(names))
+        side = (-1) ** (round_ // (len(names) or 1))
         for name in (names[(round_ + side * step) % len(names)] for step in steps):
             begin = time.perf_counter()
             own = candidates[name]()

@@ -43,15 +43,15 @@ GPU = {
         f"gpu.{name}": f"bench.gpu.{name}"
         for name in ("pipe", "all_reduce", "p2p_copy", "soak", "sharded_gemm")
     },
+    "nccl": "bench.gpu.nccl",  # On several.
 }
-GPUS = {"nccl": "bench.nccl"}
 OTHERS = {"soak": "bench.report.soak"}  # Tests whose results are on pages.
 OPERATIONS = {"collectives": "all_reduce"}  # What tests are named after, if not the benchmark.
 
 
 def find(name: str) -> ModuleType:
     """The module of ``name``."""
-    return importlib.import_module((CPU | GPU | GPUS | OTHERS)[name])
+    return importlib.import_module((CPU | GPU | OTHERS)[name])
 
 
 def operation(name: str) -> str:

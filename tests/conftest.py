@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -74,7 +75,13 @@ def _usable_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
-        pytest.exit(f"{request.node.nodeid} has broken the CUDA context: {error}", returncode=3)
+        broken = f"{request.node.nodeid} has broken the CUDA context: {error}"
+        if "PYTEST_XDIST_WORKER" in os.environ:  # pytest-xdist replaces a worker that crashes.
+            capture = request.config.pluginmanager.getplugin("capturemanager")
+            with capture.global_and_fixture_disabled():
+                print(broken, file=sys.stderr, flush=True)
+            os._exit(3)
+        pytest.exit(broken, returncode=3)
 
 
 @pytest.fixture(autouse=True)

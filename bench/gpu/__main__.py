@@ -1,13 +1,17 @@
 """``python -m bench.gpu NAME [--quick] [--device cpu]``: run a GPU benchmark, save its results.
 
 A case that fails becomes a row with its error; the other cases still run. Results are saved after
-every case, so that an interrupted run keeps its rows.
+every case, so that an interrupted run keeps its rows. ``nccl`` starts itself under torchrun, a rank
+per GPU, unless it is there already. The exit status is 1 if a case failed or an element was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -35,10 +39,11 @@ def attempt(case: Row, measure: Callable[[], list[Row]]) -> list[Row]:
 
 def run(module: ModuleType, options: Options) -> Iterator[list[Row]]:
     """The rows of each case, as far as there is time for it: a module's ``SHARES`` are what cases
-    that begin so may take; its ``before(options)`` gives rows as well, and ``rows(case, options)``
-    those of a case without turns."""
+    that begin so may take; its ``before(options)`` gives rows as well, ``rows(case, options)``
+    those of a case without turns, and ``agreed(rows, options)`` those that all ranks agree on."""
     begin = time.monotonic()
     shares = getattr(module, "SHARES", {})
+    agreed = getattr(module, "agreed", lambda rows, options: rows)
     if hasattr(module, "before"):
         yield attempt({"case": "before"}, lambda: module.before(options))
     left_out = 0
@@ -46,22 +51,22 @@ def run(module: ModuleType, options: Options) -> Iterator[list[Row]]:
         share = next((shares[start] for start in shares if case.startswith(start)), 1.0)
         if time.monotonic() - begin > share * options.seconds:
             left_out += 1
-        elif hasattr(module, "rows"):
-            yield attempt({"case": case}, lambda case=case: module.rows(case, options))
-        else:
-            plan = {case: names}
-            yield attempt(
-                {"case": case},
-                lambda plan=plan: next(harness.measure(module, plan, options)).rows,
-            )
+            continue
+
+        def measure(case: str = case, names: Any = names) -> list[Row]:
+            if hasattr(module, "rows"):
+                return list(module.rows(case, options))
+            return next(harness.measure(module, {case: names}, options)).rows
+
+        yield agreed(attempt({"case": case}, measure), options)
     if left_out:
         yield [{"note": f"{left_out} cases are left out: there was no time for them."}]
 
 
 def main() -> int:
-    """Returns the exit status: 1 if a case failed."""
+    """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    names = [name.removeprefix("gpu.") for name in registry.GPU]
+    names = {name.removeprefix("gpu."): name for name in registry.GPU}
     parser.add_argument("name", choices=names)
     parser.add_argument(
         "--quick", action="store_true", help="tiny cases, to see that it runs; nothing is kept"
@@ -77,24 +82,30 @@ def main() -> int:
         parser.error(f"results on {args.device.type} mean nothing; add --quick to see that it runs")
     # For the largest tensors, of 256 MiB.
     os.environ.setdefault("PIPEKERNELS_SYMMETRIC_BYTES", str(1 << 30))
-    name = f"gpu.{args.name}"
+    name, rank = names[args.name], int(os.environ.get("RANK", "0"))
     module = registry.find(name)
-    print(f"{args.name}: {(module.__doc__ or '').splitlines()[0]}\n", flush=True)
+    if hasattr(module, "world") and "RANK" not in os.environ:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += [f"--nproc-per-node={module.world(args.device)}", "-m", "bench.gpu"]
+        return subprocess.run([*torchrun, *sys.argv[1:]], check=False).returncode
     rows: list[Row] = []
     path: Path | None = None
+    tell = functools.partial(print, flush=True) if rank == 0 else (lambda *text: None)
+    tell(f"{args.name}: {(module.__doc__ or '').splitlines()[0]}\n")
     for found in run(module, Options(args.quick, args.device, args.seconds)):
         rows += found
         for row in found:
-            print({key: row[key] for key in row if key != "error"}, flush=True)
-        if not args.quick:
+            tell({key: row[key] for key in row if key != "error"})
+        if rank == 0 and not args.quick:
             path = records.save(name, rows, module.CONDITIONS)
     failed = [row for row in rows if "error" in row]
+    wrong = sum(row.get("wrong", 0) for row in rows)
     columns = getattr(module, "COLUMNS", ())
-    print(f"\n{table(rows, [], module.BASE, columns=columns)}\n\n{path or ''}", flush=True)
+    tell(f"\n{table(rows, [], module.BASE, columns=columns)}\n\n{path or ''}")
+    tell(f"{wrong} elements are wrong; {len(failed)} cases failed")
     if failed:
-        first = reason(failed[0]["error"])
-        print(f"{len(failed)} cases failed, the first with: {first}", flush=True)
-    return 1 if failed or not rows else 0
+        tell(f"the first with: {reason(failed[0]['error'])}")
+    return 1 if failed or wrong or not rows else 0
 
 
 if __name__ == "__main__":

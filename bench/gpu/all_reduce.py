@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu.environment import nccl
 from bench.gpu.threads import ALGORITHMS, TIMEOUT, Threads, contents, expected
 from bench.harness import Options, Turns
 from bench.processes import Processes, Serve, join
@@ -202,6 +201,14 @@ def processes(name: str, ranks: int, device: str) -> Processes:
     found = Processes(ranks, _process, ranks, device, backend)
     found.limit = PROCESS_SECONDS
     return found
+
+
+def nccl() -> tuple[int, ...] | None:
+    """The version of NCCL that torch uses, if it has any."""
+    try:
+        return tuple(torch.cuda.nccl.version())
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def shares_gpus(device: torch.device) -> bool:

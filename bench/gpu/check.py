@@ -1,16 +1,17 @@
 """``make gpu-check``: builds for the local GPU, then tests, measures and checks, in 8 minutes.
 
-After the build the first step (``bench/gpu/smoke.py``) tells within a minute what works at all. The
-tests are next; beside them, on idle cores, the tuner's candidates are compiled. Benchmarks then
-have the machine for themselves, and compute-sanitizer, the slowest, comes last: what it finds is
-shown, and fails nothing.
+After the build some tests, each in its own process, tell within a minute what works at all. All
+tests marked ``cuda`` are next; beside them, on idle cores, the tuner's candidates are compiled.
+Benchmarks then have the machine for themselves, and compute-sanitizer, the slowest, comes last:
+what it finds is shown, and fails nothing.
 
 Uses the Python that starts it, which needs torch with CUDA, pytest, pytest-timeout, hypothesis,
-pybind11, CMake and Ninja, but no network. If a step fails, the others are still run; if it is the
-build, on an extension built before, as with ``--built``. With ``--dry-run`` a machine without a GPU
-runs what it can of each step, on the CPU: whether all of them start and report. The summary at the
-end and the exit status report failures; what there was no time for is listed apart. Results go to
-``$OUT``, or else ``bench/results/<gpu>``, in at most eight files:
+pybind11, CMake and Ninja, but no network. With pytest-xdist, a test that hangs or crashes affects
+no other. Every step is a process with a time limit. If a step fails, the others are still run; if
+it is the build, on an extension built before, as with ``--built``. With ``--dry-run`` a machine
+without a GPU runs what it can of each step, on the CPU: whether all of them start and report. The
+summary at the end and the exit status report failures; what there was no time for is listed apart.
+Results go to ``$OUT``, or else ``bench/results/<gpu>``, in at most eight files:
 
 * ``gpu_check.log``: all output, with the summary at the end.
 * ``gpu.NAME.json``: the results of a benchmark, up to where it may have been stopped.
@@ -20,26 +21,34 @@ end and the exit status report failures; what there was no time for is listed ap
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
+import itertools
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.gpu import cuda_tests
-from bench.gpu.steps import SKIPPED, Log, Outcome, run_step
-
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
+PYTHON = [sys.executable, "-u"]
 # Seconds of each step, 8 minutes in all. Time that a step does not use goes to the later ones.
 SHARES = {
     "environment": 15,
     "build": 110,
-    "smoke": 45,
     "kernels": 5,
+    "extension": 5,
+    "smoke": 45,
     "info": 10,
     "tests": 95,
     "gpu.micro_batch": 20,
@@ -48,32 +57,74 @@ SHARES = {
     "gpu.p2p_copy": 15,
     "gpu.soak": 15,
     "gpu.sharded_gemm": 40,
-    "sanitizers": 50,
+    "sanitizers": 45,
 }
+DEADLINES = dict(zip(SHARES, itertools.accumulate(SHARES.values()), strict=True))
+ENVIRONMENT = (
+    "nvidia-smi; nvcc --version; compute-sanitizer --version; "
+    "env | grep -E '^(CUDA|NCCL|PIPEKERNELS|PYTORCH|TORCH|TRITON|OMP)'; "
+    f"{sys.executable} -m torch.utils.collect_env"
+)
+GPU = """
+import json, torch
+from bench import records
+assert torch.cuda.is_available(), f"torch {torch.__version__} sees no CUDA GPU"
+gpu = torch.cuda.get_device_properties(0)
+found = {"architecture": f"{gpu.major}{gpu.minor}", "sms": gpu.multi_processor_count}
+print(json.dumps(found | {"folder": str(records.results_folder())}))
+"""
 IMPORT = """
 from pipekernels import _backend
 built = _backend.build_info()
 assert built["cuda"] or {dry}, "the extension was built without CUDA"
 print("note: for", built.get("cuda_architectures"), "by CUDA", built.get("cuda_version"))
 """
+SKIPPED = 77  # exit status of a command that cannot run here; its last line says why
+PATIENCE = 5.0  # seconds to print stacks after a timeout, and to die
 ENDING = 10  # seconds of a benchmark's share that are reserved for its end
-TOGETHER = 8  # test processes at the same time
-SMOKE_SECONDS = 25.0  # for a case, with the import of torch and the start of CUDA
+SMOKE_SECONDS = 25  # for a case
 SMOKE_TOGETHER = 4  # cases at a time
-# Cases of bench/gpu/smoke.py, which this process does not import: they may break it.
-SMOKE = [
-    "copy",
-    "all-reduce, 1 thread",
-    "all-reduce, 2 threads",
-    "all-reduce, 2 processes",
-    "product, bfloat16",
-    "product, float16",
-    "product, tfloat32",
-    "product, float32",
-    "product, float8_e4m3fn",
-    "capture and replay",
-    "a rank that never comes",
+GEMM = "tests/local_ops/test_sharded_gemm.py"
+CONFIGURATION = f"{GEMM}::test_every_configuration_on_a_gpu[{{kind}}-forward-full_tile-cuda]"
+COLLECTIVES = "tests/comm/test_cuda_collectives.py"
+# Tests by what they tell; in a dry run those of CPUs.
+SMOKE = {
+    "copy": "tests/local_ops/test_p2p_copy.py::test_any_strides[{device}-transposed]",
+    "micro-batches": "tests/local_ops/test_micro_batch.py::test_results_own_their_memory[{device}]",
+    "all-reduce, 2 threads": "tests/comm/test_all_reduce.py::test_random_calls_on_threads"
+    "[{device}-2]",
+    "all-reduce, 2 processes": "tests/comm/test_all_reduce.py::test_random_calls_on_processes"
+    "[{device}-2]",
+    **{
+        f"product, {kind}": CONFIGURATION.replace("{kind}", kind)
+        for kind in ("bfloat16", "float16", "tfloat32", "float32")
+    },
+    "product, float8": f"{GEMM}::test_float8[{{device}}-False-out_dtype0]",
+    "capture and replay": f"{COLLECTIVES}::test_captured_and_replayed[run_processes-cuda]",
+    "a rank that never comes": f"{COLLECTIVES}::"
+    "test_a_late_process_is_named_and_the_context_stays_usable[run_processes-cuda]",
+}
+# Files whose tests are run first: kernels that were least tested without a GPU.
+FIRST = [
+    COLLECTIVES,
+    "tests/comm/test_all_reduce.py",
+    GEMM,
+    "tests/local_ops/test_p2p_copy.py",
+    "tests/tensor_parallel/test_linear.py",
 ]
+PYTEST = [*PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-rfE", "--tb=short"]
+CORES = len(os.sched_getaffinity(0))
+TEST_SECONDS = 90  # for one test; a few start processes that each load torch and CUDA
+TOGETHER = 8  # tests at the same time
+# Ranks that are processes take turns on the GPU, with each other and with whatever else uses it.
+MARKED = {
+    "tests": ("cuda and not processes", TOGETHER),
+    "tests of ranks": ("cuda and processes", 1),
+}
+# What pytest -v prints of a test, with pytest-xdist and without.
+TESTED = re.compile(
+    r"^(?:\[gw\d+\] \[ *\d+%\] |tests\S+::.* )(PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE
+)
 # Name, tool, parts of bench/gpu/sanitized.py, environment. Without torch's caching each tensor is a
 # separate allocation, so that memcheck sees every access out of bounds. Not for collectives: ranks
 # must not allocate device memory while others wait.
@@ -91,6 +142,95 @@ OPTIONS = {
 }
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a step.
+
+    Attributes:
+        name: the step's.
+        status: ``'passed'``, ``'failed'``, ``'timed out'``, ``'unkillable'`` (it did not end after
+            SIGKILL), ``'not run'`` for lack of time or as another is unkillable, or ``'skipped'``
+            as it cannot run here.
+        seconds: its duration.
+        note: one line: the reason or result, or what the step printed in lines ``note: ...``.
+        output: all that it printed.
+    """
+
+    name: str
+    status: str
+    seconds: float
+    note: str = ""
+    output: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing went wrong as far as it ran."""
+        return self.status in ("passed", "skipped", "not run")
+
+    def __str__(self) -> str:
+        return f"{self.name:<26} {self.status:<10} {self.seconds:4.0f} s  {self.note}"
+
+
+unkillable: list[int] = []  # Processes that hold the GPU, so nothing else is to use it.
+
+
+def run_step(
+    name: str, command: Sequence[str], environment: Mapping[str, str], deadline: float
+) -> Outcome:
+    """Run one command until ``deadline`` (of ``time.monotonic``) at most.
+
+    It leads a session, to be killed with all its child processes. On a timeout it is first sent
+    SIGABRT: Python's fault handler then prints the stacks of all threads. A process that a driver
+    holds does not end even after SIGKILL.
+    """
+    begin = time.monotonic()
+    if deadline <= begin:
+        return Outcome(name, "not run", 0.0, "no time was left for it")
+    if unkillable:
+        return Outcome(name, "not run", 0.0, f"process {unkillable[0]} holds the GPU")
+    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        try:
+            process = subprocess.Popen(
+                command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT,
+                env=os.environ | defaults | dict(environment), start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            return Outcome(name, "failed", 0.0, f"it cannot be started: {error}")
+        status = _ended(process, deadline - begin)
+        if status is None:
+            _signal(process, signal.SIGABRT)
+            _ended(process, PATIENCE)
+        _signal(process, signal.SIGKILL)  # What is left of its session.
+        held = _ended(process, PATIENCE) is None
+        file.seek(0)
+        output = file.read()
+    seconds = time.monotonic() - begin
+    lines = output.strip().splitlines() or [""]
+    if held:
+        unkillable.append(process.pid)
+        note = f"process {process.pid} did not end after SIGKILL: {lines[-1]}"
+        return Outcome(name, "unkillable", seconds, note, output)
+    if status in (None, SKIPPED):
+        found = "timed out" if status is None else "skipped"
+        return Outcome(name, found, seconds, lines[-1], output)
+    if status:
+        return Outcome(name, "failed", seconds, f"exit status {status}: {lines[-1]}", output)
+    notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
+    return Outcome(name, "passed", seconds, "; ".join(notes), output)
+
+
+def _ended(process: subprocess.Popen[str], seconds: float) -> int | None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(seconds)
+    return None
+
+
+def _signal(process: subprocess.Popen[str], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
 class Check:
     """One run of all steps.
 
@@ -102,34 +242,36 @@ class Check:
     """
 
     def __init__(self, folder: Path, architecture: str, sms: int, *, dry: bool = False) -> None:
-        self.log = Log(folder / "gpu_check.log")
+        folder.mkdir(parents=True, exist_ok=True)
         self.outcomes: list[Outcome] = []
         self.sanitized: list[Outcome] = []
-        self.tested: list[cuda_tests.Result] = []
-        self._folder = folder
-        self._architecture = architecture
-        self._sms = sms
-        self._dry = dry
+        self._folder, self._architecture, self._sms, self._dry = folder, architecture, sms, dry
+        self._log = (folder / "gpu_check.log").open("w")
+        self._lock = threading.Lock()
         self._begin = time.monotonic()
 
     def run(self, *, built: bool = False) -> bool:
         """Run all steps, the build only if not ``built`` before; returns whether none failed."""
-        python = [sys.executable, "-u"]
-        self.step("environment", [*python, "-m", "bench.gpu.environment"])
+        self.step("environment", ["sh", "-c", ENVIRONMENT])
         if not built:
             self.build()
-        if self.importable():
-            self.smoke("cpu" if self._dry else "cuda")
-            self.step("info", [*python, "-m", "pipekernels", "info"])
+        if self.step("extension", [*PYTHON, "-c", IMPORT.format(dry=self._dry)]).good:
+            self.smoke()
+            self.step("info", [*PYTHON, "-m", "pipekernels", "info"])
             self.tests()
             for name in SHARES:
                 if name.startswith("gpu."):
                     seconds = max(1, int(self._deadline(name) - time.monotonic()) - ENDING)
-                    command = [*python, "-m", "bench.gpu", name.removeprefix("gpu.")]
+                    command = [*PYTHON, "-m", "bench.gpu", name.removeprefix("gpu.")]
                     dry = ["--quick", "--device", "cpu"] if self._dry else []
                     self.step(name, [*command, "--seconds", str(seconds), *dry])
             self.sanitizers()
         return self.finish()
+
+    def step(self, name: str, command: list[str], environment: Mapping[str, str] = {}) -> Outcome:
+        """Run one command until the end of its share."""
+        outcome = run_step(name, command, environment, self._deadline(name))
+        return self._keep(outcome)
 
     def build(self) -> None:
         """Build for this GPU alone, and report what its kernels take."""
@@ -138,45 +280,26 @@ class Check:
             "PIPEKERNELS_CUDA": "1",
             "PIPEKERNELS_KERNEL_REPORT": "1",
         }
-        python = [sys.executable, "-u"]
-        outcome = self.step("build", [*python, "csrc/cmake/build_extension.py"], environment)
+        outcome = self.step("build", [*PYTHON, "csrc/cmake/build_extension.py"], environment)
         if outcome.status == "passed":
             compiled = ROOT / "build" / "gpu-check.log"  # those that were compiled anew
             compiled.write_text(outcome.output)
-            self.step("kernels", [*python, "csrc/cmake/kernel_report.py", str(compiled)])
+            self.step("kernels", [*PYTHON, "csrc/cmake/kernel_report.py", str(compiled)])
 
-    def importable(self) -> bool:
-        """Whether there is an extension with CUDA, built now or before."""
-        command = [sys.executable, "-c", IMPORT.format(dry=self._dry)]
-        limit = self._begin + sum(SHARES.values())
-        outcome = run_step("extension", command, {}, limit, self.log)
-        self.outcomes.append(outcome)
-        return outcome.status == "passed"
-
-    def step(
-        self, name: str, command: list[str], environment: dict[str, str] | None = None
-    ) -> Outcome:
-        """Run one command until the end of its share."""
-        outcome = run_step(name, command, environment or {}, self._deadline(name), self.log)
-        self.outcomes.append(outcome)
-        return outcome
-
-    def smoke(self, device: str = "cuda") -> None:
+    def smoke(self) -> None:
         """A process for each case, a few at a time, and a line as each of them ends."""
         begin = time.monotonic()
 
         def one(name: str) -> Outcome:
-            command = [sys.executable, "-u", "-m", "bench.gpu.smoke", name, "--device", device]
-            limit = min(self._deadline("smoke"), time.monotonic() + SMOKE_SECONDS)
-            found = run_step(name, command, {}, limit, None)
+            test = SMOKE[name].replace("{device}", "cpu" if self._dry else "cuda")
+            command = pytest_command(SMOKE_SECONDS, [test])
+            found = tested(run_step(name, command, {}, self._deadline("smoke")), must_run=False)
             title = {"passed": "PASS", "skipped": "SKIP"}.get(found.status, "FAIL")
-            note = found.note if found.status == "passed" else f"{found.status}: {found.note}"
-            told = "" if found.good else found.output
-            self.log.write(f"{title} {name:<24} {found.seconds:4.1f} s  {note}\n{told}")
+            self._write(f"{title} {found}\n" + found.output * (not found.good))
             return found
 
-        self.log.write("\n==== smoke\n")
-        with ThreadPoolExecutor(SMOKE_TOGETHER) as pool:
+        self._write("\n==== smoke\n")
+        with ThreadPoolExecutor(min(SMOKE_TOGETHER, CORES)) as pool:
             found = list(pool.map(one, SMOKE))
         bad = [outcome.name for outcome in found if not outcome.good]
         note = f"{len(found)} cases" + f", {len(bad)} failed: {'; '.join(bad)}" * bool(bad)
@@ -184,83 +307,102 @@ class Check:
         self.outcomes.append(Outcome("smoke", status, time.monotonic() - begin, note))
 
     def tests(self) -> None:
-        """The tests, several processes at a time, but one of those that start ranks; and beside
-        them the compilation of the tuner's candidates."""
-        begin = time.monotonic()
-        deadline = self._deadline("tests")
-        command = [sys.executable, "-u", "-m", "bench.gpu.precompile"]
-        command += [self._architecture, str(self._sms)]
+        """The tests, several at a time, but one of those that start ranks; and beside them the
+        compilation of the tuner's candidates."""
+        candidates = [*PYTHON, "-m", "bench.gpu.precompile", self._architecture, str(self._sms)]
         if self._dry:  # For hours, on few cores.
-            command = [sys.executable, "-c", f"print('not in a dry run'); exit({SKIPPED})"]
-        with ThreadPoolExecutor(TOGETHER) as pool, ThreadPoolExecutor(1) as lane:
-            compiling = pool.submit(
-                run_step, "tuner's kernels", command, {}, deadline, self.log, live=False
-            )
-            marks = {cuda_tests.ALONE: lane, cuda_tests.SHARING: pool}
-            found = {mark: pool.submit(cuda_tests.collect, mark, self.log) for mark in marks}
-            pieces = [
-                marks[mark].submit(cuda_tests.run, tests, deadline, self.log)
-                for mark, collected in found.items()
-                for tests in collected.result()
-            ]
-            self.tested = [piece.result() for piece in pieces]
-            seconds = time.monotonic() - begin
-        outcomes = Counter(outcome for piece in self.tested for outcome in piece.outcomes.values())
-        tests, skipped, late = outcomes.total(), outcomes["skipped"], outcomes["not run"]
-        bad = tests - skipped - late - outcomes["passed"]
-        note = f"{tests} tests, {bad} failed, {skipped} skipped, {late} not run for lack of time"
-        status = "passed" if outcomes["passed"] else "not run"
-        if bad or skipped == tests:
-            status = "skipped" if self._dry and not bad else "failed"
-        self.outcomes.append(Outcome("tests", status, seconds, note))
-        self.outcomes.append(compiling.result())
+            candidates = [*PYTHON, "-c", f"print('not in a dry run'); exit({SKIPPED})"]
+        files = cuda_files()
+        commands = {
+            name: pytest_command(TEST_SECONDS, ["-m", marked, *apart(together), *files])
+            for name, (marked, together) in MARKED.items()
+        }
+        deadline = self._deadline("tests")
+        with ThreadPoolExecutor() as pool:
+            compiling = pool.submit(run_step, "tuner's kernels", candidates, {}, deadline)
+            running = [pool.submit(run_step, *each, {}, deadline) for each in commands.items()]
+            for each in running:
+                self._keep(tested(each.result(), must_run=not self._dry))
+        self._keep(compiling.result())
 
     def sanitizers(self) -> None:
         """compute-sanitizer, all runs at the same time."""
-        deadline = self._deadline("sanitizers")
         with ThreadPoolExecutor(len(SANITIZERS)) as pool:
-            runs = [pool.submit(self._sanitize, *sanitizer, deadline) for sanitizer in SANITIZERS]
-        self.sanitized = [run.result() for run in runs]
+            self.sanitized = list(pool.map(self._sanitize, SANITIZERS))
 
-    def _sanitize(
-        self, name: str, tool: str, parts: list[str], environment: dict[str, str], deadline: float
-    ) -> Outcome:
-        sanitizer = None if self._dry else _sanitizer()
-        if sanitizer is None:
+    def _sanitize(self, sanitizer: tuple[str, str, list[str], dict[str, str]]) -> Outcome:
+        name, tool, parts, environment = sanitizer
+        program = None if self._dry else _sanitizer()
+        if program is None:
             return Outcome(name, "skipped", 0.0, "there is no compute-sanitizer")
-        command = [sanitizer, "--tool", tool, "--error-exitcode", "86", *OPTIONS[tool]]
-        command += [sys.executable, "-u", "-m", "bench.gpu.sanitized", *parts]
-        outcome = run_step(name, command, environment, deadline, self.log, live=False)
+        command = [program, "--tool", tool, "--error-exitcode", "86", *OPTIONS[tool]]
+        command += [*PYTHON, "-m", "bench.gpu.sanitized", *parts]
+        outcome = run_step(name, command, environment, self._deadline("sanitizers"))
+        self._write(f"\n==== {name}\n{outcome.output}")
         if "Device not supported" in outcome.output:
-            return Outcome(name, "skipped", outcome.seconds, "it does not support this machine")
+            return replace(outcome, status="skipped", note="it does not support this machine")
         return outcome
 
     def finish(self) -> bool:
         """Log the summary; returns whether no step failed."""
-        seconds = time.monotonic() - self._begin
         late = [step.name for step in self.outcomes if step.status == "not run"]
-        self.log.write(
-            f"\n==== summary\n{cuda_tests.summary(self.tested)}\n\n{_lines(self.outcomes)}"
-            f"\n\nnot run for lack of time: {', '.join(late) or 'nothing'}"
-            f"\n\ncompute-sanitizer (fails nothing):\n{_lines(self.sanitized)}"
-            f"\n\n{seconds:.0f} s; results are in {self._folder}\n"
+        self._write(
+            "\n".join(["\n==== summary", *map(str, self.outcomes)])
+            + f"\n\nnot run for lack of time: {', '.join(late) or 'nothing'}\n\n"
+            + "\n".join(["compute-sanitizer (fails nothing):", *map(str, self.sanitized)])
+            + f"\n\n{time.monotonic() - self._begin:.0f} s; results are in {self._folder}\n"
         )
+        self._log.close()
         return all(outcome.good for outcome in self.outcomes)
 
+    def _keep(self, outcome: Outcome) -> Outcome:
+        self._write(f"\n==== {outcome.name}\n{outcome.output}")
+        self.outcomes.append(outcome)
+        return outcome
+
+    def _write(self, text: str) -> None:
+        with self._lock:
+            for stream in (self._log, sys.stdout):
+                stream.write(text)
+                stream.flush()
+
     def _deadline(self, name: str) -> float:
-        seconds = 0
-        for step, share in SHARES.items():
-            seconds += share
-            if step == name:
-                break
-        return self._begin + seconds
+        return self._begin + DEADLINES[name]
 
 
-def _lines(outcomes: list[Outcome]) -> str:
-    return "\n".join(
-        f"{outcome.name:<26} {outcome.status:<10} {outcome.seconds:4.0f} s  {outcome.note}"
-        for outcome in outcomes
-    )
+def cuda_files() -> list[str]:
+    """Files that may have tests marked ``cuda``; :data:`FIRST` first."""
+    names = re.compile(r"\b(cuda|device|place)\b")
+    found = [path for path in (ROOT / "tests").rglob("test_*.py") if names.search(path.read_text())]
+    return [*FIRST, *sorted({str(path.relative_to(ROOT)) for path in found} - {*FIRST})]
+
+
+def pytest_command(seconds: int, arguments: Sequence[str]) -> list[str]:
+    """Run these tests, each of which may take so long."""
+    limits = ["--timeout", str(seconds), "--timeout-method", "thread"]
+    return [*PYTEST, "--continue-on-collection-errors", *limits, *arguments]
+
+
+def apart(together: int) -> list[str]:
+    """So many workers, which are replaced when a test ends one, if pytest-xdist is there."""
+    if importlib.util.find_spec("xdist") is None:
+        return []
+    return ["-n", str(min(together, CORES))]
+
+
+def tested(outcome: Outcome, *, must_run: bool) -> Outcome:
+    """The outcome of a run of pytest; ``must_run``: that it skips all tests is a failure."""
+    counts = Counter(TESTED.findall(outcome.output))
+    bad = counts["FAILED"] + counts["ERROR"]
+    names = dict.fromkeys(re.findall(r"\b(?:FAILED|ERROR) +(tests\S+::\S+)", outcome.output))
+    note = ", ".join(f"{count} {kind.lower()}" for kind, count in sorted(counts.items()))
+    note = "; ".join([note or outcome.note, *names])
+    status = outcome.status
+    if status == "timed out" and counts and not bad:
+        status, note = "not run", f"{note}; no time was left for the others"
+    elif status == "passed" and not counts["PASSED"]:
+        status = "failed" if must_run else "skipped"
+    return replace(outcome, status=status, note=note)
 
 
 def _sanitizer() -> str | None:
@@ -281,17 +423,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--built", action="store_true", help="take the extension that is there")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, in build/gpu-check")
     args = parser.parse_args(arguments)
-    os.chdir(ROOT)
     if args.dry_run:
         dry = Check(ROOT / "build" / "gpu-check", "90", 132, dry=True)
         return 0 if dry.run(built=args.built) else 1
-    command = [sys.executable, "-m", "bench.gpu.environment", "--brief"]
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    asked = subprocess.run(  # Not in this process: a broken CUDA may break it.
+        [*PYTHON, "-c", GPU], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     if asked.returncode:
         print(
-            f"gpu-check: {asked.stderr.strip()}\n{sys.executable} has no torch that sees a CUDA "
-            "GPU. Run it on a machine with one, with PYTHON=<a Python whose torch has CUDA>; make "
-            "cuda-check compiles without a GPU.",
+            f"gpu-check: {asked.stderr.strip().splitlines()[-1]}\n{sys.executable} has no torch "
+            "that sees a CUDA GPU. Run it on a machine with one, with PYTHON=<a Python whose torch "
+            "has CUDA>; make cuda-check compiles without a GPU.",
             file=sys.stderr,
         )
         return 1

@@ -14,13 +14,14 @@ from pipekernels import Communicator, PeerError
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring")
 TIMEOUT = 10.0
-PERIOD = 1 << 12  # elements, after which contents repeat
+PERIOD = 4093  # elements, after which contents repeat: prime, so that misplaced blocks show
 
 
 def contents(rank: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Small integers: any order of summation gives the same bits in every dtype."""
-    pattern = (torch.arange(PERIOD, device=device) * 7 + rank * 5) % 16 + 1
-    return pattern.to(dtype).repeat(-(-count // PERIOD))[:count].clone()
+    """Small integers: any order of summation, over up to 16 ranks, gives the same bits in every
+    dtype."""
+    pattern = torch.randint(1, 17, (PERIOD,), generator=torch.Generator().manual_seed(rank))
+    return pattern.to(device, dtype).repeat(-(-count // PERIOD))[:count].clone()
 
 
 def expected(ranks: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
