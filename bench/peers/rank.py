@@ -1,19 +1,20 @@
 """``python -m bench.peers.rank SYSTEM FOLDER RANK RANKS``: a rank that waits for requests.
 
-It connects to the socket in ``FOLDER`` and sleeps until it receives a request, a line of JSON. So
-ranks of all systems can exist at the same time without disturbing each other.
+It connects to the socket in ``FOLDER`` and sleeps until it receives a request. So ranks of all
+systems can exist at the same time without disturbing each other. Peers have other versions of
+NumPy, so this file needs nothing but it.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import mmap
 import os
 import socket
 import sys
 import time
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ class Start:
         self._peers = [peer * self.CELL for peer in range(ranks) if peer != rank]
         self._begin = ranks * self.CELL
         self._leads = rank == 0
-        self._round = 0
-        self._last = 0
+        self._round = self._last = 0
 
     @classmethod
     def bytes(cls, ranks: int) -> int:
@@ -94,9 +94,7 @@ class Rank:
     """The requests that a rank answers."""
 
     def __init__(self, system: System, ranks: int, start: Start) -> None:
-        self._system = system
-        self._ranks = ranks
-        self._start = start
+        self._system, self._ranks, self._start = system, ranks, start
         self._candidates: dict[str, Candidate] = {}
         self._source = self._expected = np.empty(0)
 
@@ -110,12 +108,11 @@ class Rank:
 
     def prepare(self, size: int, dtype: str) -> list[str]:
         """Make the buffers of ``size`` bytes; returns the names of the candidates."""
-        self._candidates = {}
+        self._candidates = {}  # Frees the last ones.
         count = elements(size, dtype)
         self._candidates = self._system.candidates(count, dtype)
-        if self._candidates:
-            self._source = contents(self._system.rank, count, dtype)
-            self._expected = expected(self._ranks, count, dtype)
+        self._source = contents(self._system.rank, count, dtype)
+        self._expected = expected(self._ranks, count, dtype)
         return list(self._candidates)
 
     def check(self, candidate: str) -> int:
@@ -152,29 +149,26 @@ class Rank:
 def main() -> None:
     """Serve requests until the connection is closed."""
     name, folder, rank, ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(folder / "socket"))
-    stream = connection.makefile("rw")
-
-    def answer(**message: Any) -> None:
-        stream.write(json.dumps(message) + "\n")
-        stream.flush()
-
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(str(folder / "socket"))
+    connection = Connection(client.detach())
     try:
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
         system = SYSTEMS[name](rank, ranks, folder)
         serving = Rank(system, ranks, Start(folder / "start", system.rank, ranks))
-        answer(result=serving.describe())
-        faulthandler.cancel_dump_traceback_later()
-        for line in stream:
-            faulthandler.dump_traceback_later(LIMIT, exit=True)
-            request = json.loads(line)
-            answer(result=getattr(serving, request.pop("method"))(**request))
+        method, arguments = "describe", {}
+        while True:
+            connection.send((getattr(serving, method)(**arguments), None))
             faulthandler.cancel_dump_traceback_later()
+            try:
+                method, arguments = connection.recv()
+            except (EOFError, ConnectionError):
+                break
+            faulthandler.dump_traceback_later(LIMIT, exit=True)
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         system.close()
     except Exception:  # noqa: BLE001 (the coordinator tells)
-        answer(error=traceback.format_exc())
+        connection.send((None, traceback.format_exc()))
         os._exit(1)
 
 

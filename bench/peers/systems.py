@@ -9,17 +9,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 STORAGE = {"float32": np.float32, "bfloat16": np.uint16}
-
-
-def elements(size: int, dtype: str) -> int:
-    """How many elements there are in ``size`` bytes."""
-    return size // np.dtype(STORAGE[dtype]).itemsize
+ALGORITHMS = ("one_shot", "two_shot", "ring")  # Of ours.
 
 
 class Candidate(NamedTuple):
@@ -30,22 +27,25 @@ class Candidate(NamedTuple):
     reduces: bool = True  # Whether the call leaves the sum over all ranks in the buffer.
 
 
-class System(Protocol):
+class System(NamedTuple):
     """One rank of a system.
 
     Attributes:
         rank: this rank.
         version: the system's version.
+        candidates: all-reduces of so many elements of a dtype, by name; none if it lacks the dtype.
+        close: called on all ranks in the end.
     """
 
     rank: int
     version: str
+    candidates: Callable[[int, str], dict[str, Candidate]]
+    close: Callable[[], object] = lambda: None
 
-    def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:
-        """All-reduces of ``count`` elements, by name; none if the system lacks ``dtype``."""
 
-    def close(self) -> None:
-        """Leave, as all ranks do."""
+def elements(size: int, dtype: str) -> int:
+    """How many elements there are in ``size`` bytes."""
+    return size // np.dtype(STORAGE[dtype]).itemsize
 
 
 def empty(count: int, dtype: str) -> np.ndarray:
@@ -65,189 +65,134 @@ def as_tensor(buffer: np.ndarray) -> Any:
     return torch.from_numpy(buffer)
 
 
-def _join_gloo(rank: int, ranks: int, folder: Path) -> None:
+def pipekernels(rank: int, ranks: int, folder: Path) -> System:
+    """Ours: ordinary and symmetric tensors, by ``auto`` and by each algorithm."""
+    import torch
+
+    import pipekernels
+    from pipekernels.comm import all_reduce_limits
+
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(str(folder / "store"), ranks)
+    communicator = pipekernels.Communicator.from_store(store, rank, ranks)
+
+    def candidates(count: int, dtype: str) -> dict[str, Candidate]:
+        ordinary, found = empty(count, dtype), {}
+        symmetric = communicator.empty(count, dtype=getattr(torch, dtype))
+        bits = symmetric.view(torch.int16) if dtype == "bfloat16" else symmetric
+        for kind, tensor, buffer in (
+            ("ordinary", as_tensor(ordinary), ordinary),
+            ("symmetric", symmetric, bits.numpy().view(STORAGE[dtype])),
+        ):
+            for algorithm in ("auto", *ALGORITHMS):
+                name = kind if algorithm == "auto" else f"{kind} {algorithm}"
+                options = {} if algorithm == "auto" else {"algorithm": algorithm}
+                found[name] = Candidate(buffer, partial(communicator.all_reduce, tensor, **options))
+        return found
+
+    tuned = "tuned" if all_reduce_limits.load() else "not tuned"
+    version = f"{pipekernels.__version__}, {tuned}"
+    return System(rank, version, candidates, communicator.close)
+
+
+def gloo(rank: int, ranks: int, folder: Path) -> System:
+    """``torch.distributed``: TCP over loopback."""
+    import torch
+    import torch.distributed as dist
+
+    return on_torch("Gloo", rank, ranks, folder, f"of torch {torch.__version__}", dist.all_reduce)
+
+
+def on_torch(
+    name: str, rank: int, ranks: int, folder: Path, version: str, all_reduce: Callable[[Any], Any]
+) -> System:
+    """A system that needs a default group of Gloo."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
-    )
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
 
-
-class Pipekernels:
-    """Ours: ordinary and symmetric tensors, by ``auto`` and by each algorithm."""
-
-    ALGORITHMS = ("one_shot", "two_shot", "ring")
-
-    def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        import torch
-        from torch.distributed import FileStore
-
-        import pipekernels
-        from pipekernels.comm import all_reduce_limits
-
-        torch.set_num_threads(1)
-        store = FileStore(str(folder / "store"), ranks)
-        self._communicator = pipekernels.Communicator.from_store(store, rank, ranks)
-        self.rank = rank
-        tuned = "tuned" if all_reduce_limits.load() else "not tuned"
-        self.version = f"{pipekernels.__version__}, {tuned}"
-
-    def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:
-        import torch
-
-        ordinary = empty(count, dtype)
-        symmetric = self._communicator.empty(count, dtype=getattr(torch, dtype))
-        bits = symmetric.view(torch.int16) if dtype == "bfloat16" else symmetric
-        kinds = {
-            "ordinary": (as_tensor(ordinary), ordinary),
-            "symmetric": (symmetric, bits.numpy().view(STORAGE[dtype])),
-        }
-        all_reduce = self._communicator.all_reduce
-        found = {}
-        for kind, (tensor, buffer) in kinds.items():
-            found[kind] = Candidate(buffer, lambda tensor=tensor: all_reduce(tensor))
-            for algorithm in self.ALGORITHMS:
-                found[f"{kind} {algorithm}"] = Candidate(
-                    buffer,
-                    lambda tensor=tensor, algorithm=algorithm: all_reduce(
-                        tensor, algorithm=algorithm
-                    ),
-                )
-        return found
-
-    def close(self) -> None:
-        self._communicator.close()
-
-
-class Gloo:
-    """``torch.distributed``: TCP over loopback."""
-
-    def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        import torch
-
-        _join_gloo(rank, ranks, folder)
-        self.rank = rank
-        self.version = f"of torch {torch.__version__}"
-
-    def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:
-        import torch.distributed as dist
-
+    def candidates(count: int, dtype: str) -> dict[str, Candidate]:
         buffer = empty(count, dtype)
         tensor = as_tensor(buffer)
-        return {"Gloo": Candidate(buffer, lambda: dist.all_reduce(tensor))}
+        return {name: Candidate(buffer, partial(all_reduce, tensor))}
 
-    def close(self) -> None:
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
+    return System(rank, version, candidates, dist.destroy_process_group)
 
 
-class DeepSpeed:
+def deepspeed(rank: int, ranks: int, folder: Path) -> System:
     """DeepSpeed's shared-memory all-reduce for inference."""
+    # DeepSpeed shares memory if all ranks are local. The master's address and port are used only in
+    # the name of the memory, so any strings do.
+    port = folder.parent.name
+    os.environ |= {"LOCAL_SIZE": str(ranks), "LOCAL_RANK": str(rank), "RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "bench", "MASTER_PORT": port}
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import torch
+    from deepspeed import comm
 
-    def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        # DeepSpeed shares memory if all ranks are local. The master's address and port are used
-        # only in the name of the memory, so any strings do.
-        port = folder.parent.name
-        os.environ |= {
-            "LOCAL_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "bench",
-            "MASTER_PORT": port,
-            "DS_ACCELERATOR": "cpu",
-        }
-        import deepspeed
-        import torch
-        from deepspeed import comm
-
-        _join_gloo(rank, ranks, folder)
-        comm.init_distributed("gloo")
-        if not hasattr(torch.ops.deepspeed, "inference_all_reduce_"):
-            raise RuntimeError("DeepSpeed was installed without its shared-memory all-reduce")
-        comm.inference_all_reduce(torch.ones(1))
-        # All ranks have mapped the memory now, and DeepSpeed does not unlink it.
-        Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_bench_{port}_{rank}").unlink()
-        self.rank = rank
-        self.version = deepspeed.__version__
-
-    def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:
-        from deepspeed import comm
-
-        buffer = empty(count, dtype)
-        tensor = as_tensor(buffer)
-        return {"DeepSpeed": Candidate(buffer, lambda: comm.inference_all_reduce(tensor))}
-
-    def close(self) -> None:
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
+    all_reduce = comm.inference_all_reduce
+    system = on_torch("DeepSpeed", rank, ranks, folder, deepspeed.__version__, all_reduce)
+    comm.init_distributed("gloo")
+    if not hasattr(torch.ops.deepspeed, "inference_all_reduce_"):
+        raise RuntimeError("DeepSpeed was installed without its shared-memory all-reduce")
+    all_reduce(torch.ones(1))
+    # All ranks have mapped the memory now, and DeepSpeed does not unlink it.
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_bench_{port}_{rank}").unlink()
+    return system
 
 
-_MPI_NAMES = {"MPICH": "MPICH", "Open MPI": "Open MPI", "Intel(R) MPI": "Intel MPI"}
+MPI_NAMES = {"MPICH": "MPICH", "Open MPI": "Open MPI", "Intel(R) MPI": "Intel MPI"}
 # MPIX_BFLOAT16 of their mpi.h, as mpi4py has no name for it. Open MPI has no such type.
-_MPI_BFLOAT16 = {"MPICH": 0x4C00024C, "Intel MPI": 0x4C000247}
+MPI_BFLOAT16 = {"MPICH": 0x4C00024C, "Intel MPI": 0x4C000247}
 
 
-class Mpi:
+def mpi(rank: int, ranks: int, folder: Path) -> System:
     """An MPI library through mpi4py; which one depends on the virtual environment."""
+    from mpi4py import MPI
 
-    def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        from mpi4py import MPI
+    library = MPI.Get_library_version()
+    name = next(name for start, name in MPI_NAMES.items() if library.startswith(start))
+    all_reduce, in_place = MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE
 
-        library = MPI.Get_library_version()
-        self._name = next(name for start, name in _MPI_NAMES.items() if library.startswith(start))
-        self.rank = MPI.COMM_WORLD.rank
-        self.version = re.search(r"\d+(\.\d+)+", library).group()
-
-    def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:
-        from mpi4py import MPI
-
-        if dtype == "float32":
-            datatype = MPI.FLOAT
-        elif self._name in _MPI_BFLOAT16:
-            datatype = MPI.Datatype.fromhandle(_MPI_BFLOAT16[self._name])
-        else:
-            return {}
+    def candidates(count: int, dtype: str) -> dict[str, Candidate]:
+        datatype = MPI.FLOAT
+        if dtype == "bfloat16":
+            if name not in MPI_BFLOAT16:
+                return {}
+            datatype = MPI.Datatype.fromhandle(MPI_BFLOAT16[name])
         buffer = empty(count, dtype)
         message = [buffer, datatype]  # Faster than letting mpi4py derive the type of the array.
-        all_reduce, in_place = MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE
-        return {self._name: Candidate(buffer, lambda: all_reduce(in_place, message))}
+        return {name: Candidate(buffer, partial(all_reduce, in_place, message))}
 
-    def close(self) -> None:
-        """MPI is finalised at exit."""
+    version = re.search(r"\d+(\.\d+)+", library)
+    return System(MPI.COMM_WORLD.rank, version.group() if version else "?", candidates)
 
 
-class Streaming:
+def streaming(rank: int, ranks: int, folder: Path) -> System:
     """The bound for a symmetric tensor: every rank reads and writes as many bytes as it has, to
     other memory (a copy) or in place."""
 
-    version = np.__version__
-
-    def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        self.rank = rank
-
-    def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:
+    def candidates(count: int, dtype: str) -> dict[str, Candidate]:
         buffer, other = empty(count, dtype), empty(count, dtype)
         words = buffer.view(np.int64)
         return {
-            "copy": Candidate(buffer, lambda: np.copyto(other, buffer), reduces=False),
-            "in place": Candidate(buffer, lambda: np.invert(words, out=words), reduces=False),
+            "copy": Candidate(buffer, partial(np.copyto, other, buffer), reduces=False),
+            "in place": Candidate(buffer, partial(np.invert, words, out=words), reduces=False),
         }
 
-    def close(self) -> None:
-        """Nothing to leave."""
+    return System(rank, np.__version__, candidates)
 
 
 SYSTEMS: dict[str, Callable[[int, int, Path], System]] = {
-    "pipekernels": Pipekernels,
-    "Gloo": Gloo,
-    "DeepSpeed": DeepSpeed,
-    "MPICH": Mpi,
-    "Open MPI": Mpi,
-    "Intel MPI": Mpi,
-    "streaming": Streaming,
+    "pipekernels": pipekernels,
+    "Gloo": gloo,
+    "DeepSpeed": deepspeed,
+    "MPICH": mpi,
+    "Open MPI": mpi,
+    "Intel MPI": mpi,
+    "streaming": streaming,
 }
