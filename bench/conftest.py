@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench import registry, suite
-from bench.harness import Options
+from bench.harness import Options, Plan
 
 HERE = Path(__file__).parent
 
@@ -49,11 +50,16 @@ class Recorded:
         return next(self._readings)
 
 
+def planned(name: str, quick: bool) -> Plan:
+    """The candidates of each case."""
+    module = registry.find(name)
+    found: Plan = module.QUICK if quick else module.CANDIDATES
+    return found
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test for each case and candidate."""
     name = metafunc.function.benchmark
-    module = registry.find(name)
-    plan = module.QUICK if metafunc.config.getoption("quick") else module.CANDIDATES
     unit = registry.unit(name)
     what = registry.operation(name) if unit == "seconds" else f"{name} in {unit}, not seconds"
     metafunc.parametrize(
@@ -65,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 id=f"{case}-{candidate}",
                 marks=pytest.mark.benchmark(timer=Recorded(), group=f"{what}: {case}"),
             )
-            for case, candidates in plan.items()
+            for case, candidates in planned(name, metafunc.config.getoption("quick")).items()
             for candidate in candidates
         ],
     )
@@ -79,22 +85,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def measuring(request: pytest.FixtureRequest) -> Iterator[suite.Suite]:
+def measuring(request: pytest.FixtureRequest) -> suite.Suite:
     """Measures the cases that were selected, each with all its candidates in turn."""
-    config = request.config
-    capture = config.pluginmanager.getplugin("capturemanager")
-    quick = config.getoption("quick")
+    quick = request.config.getoption("quick")
     plans: dict[str, dict[str, list[str]]] = {}
     for item in request.session.items:
         if isinstance(item, pytest.Function) and hasattr(item.function, "benchmark"):
-            module = registry.find(item.function.benchmark)
-            case = item.callspec.params["case"]
-            candidates = (module.QUICK if quick else module.CANDIDATES)[case]
-            plans.setdefault(item.function.benchmark, {})[case] = list(candidates)
-    keep = config.getoption("keep_results")
-    suite_ = suite.Suite(
-        plans, Options(quick), keep=keep, tell=lambda line: print(line, flush=True)
-    )
-    yield suite_
-    with capture.global_and_fixture_disabled():
-        suite_.close()
+            name, case = item.function.benchmark, item.callspec.params["case"]
+            plans.setdefault(name, {})[case] = list(planned(name, quick)[case])
+    keep = request.config.getoption("keep_results")
+    return suite.Suite(plans, Options(quick), keep=keep, tell=functools.partial(print, flush=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from bench import harness, records
 from bench.harness import Measured, Options, Plan
@@ -11,7 +11,7 @@ from bench.report.tables import duration, size
 
 
 class Suite:
-    """Measures the cases of ``plans`` one after another, as they are asked for.
+    """Measures the cases of ``plans`` as they are asked for.
 
     Args:
         plans: by benchmark, what to measure.
@@ -28,47 +28,44 @@ class Suite:
         keep: bool,
         tell: Callable[[str], None],
     ) -> None:
-        self._plans = plans
-        self._options, self._keep, self._tell = options, keep, tell
-        self._running: dict[str, Iterator[Measured]] = {}
-        self._found: dict[str, list[Measured]] = {}
+        self._plans, self._options, self._keep, self._tell = plans, options, keep, tell
+        self._found: dict[str, dict[str, Measured | Exception]] = {name: {} for name in plans}
 
     def measured(self, name: str, case: str) -> Measured:
-        """A case of the benchmark ``name``.
+        """A case of the benchmark ``name``; with it all others, if they are measured together.
 
         Raises:
-            RuntimeError: an earlier case of that benchmark has failed.
+            Exception: that of the case, again for each of its candidates.
         """
-        plan, module = self._plans[name], find(name)
-        if name not in self._running:
-            self._running[name] = harness.measure(module, plan, self._options)
-            self._found[name] = []
+        module, found, plan = find(name), self._found[name], self._plans[name]
+        if not found:
             assert module.__doc__
             self._tell(f"\n{name}: {module.__doc__.splitlines()[0]}")
-        found, cases = self._found[name], list(plan)
-        while case not in [each.case for each in found]:
-            self._tell(f"{name}: {cases[len(found)]} ({len(found) + 1} of {len(cases)})")
-            each = next(self._running[name], None)
-            if each is None:
-                raise RuntimeError(f"{name} ended before {case!r}: an earlier test says why")
-            found.append(each)
-            if len(found) == len(cases):
-                next(self._running[name], None)  # It ends its processes.
+        if case not in found:
+            cases = plan if hasattr(module, "measure") else {case: plan[case]}
+            self._tell(f"{name}: {', '.join(cases)} ({len(found) + len(cases)} of {len(plan)})")
+            found |= dict.fromkeys(cases, RuntimeError(f"{name} ended before this case"))
+            try:
+                for each in harness.measure(module, cases, self._options):
+                    found[each.case] = each
+            except Exception as error:  # noqa: BLE001 - raised below
+                found[case] = error
+            if len(found) == len(plan):
                 self._finish(name)
-        return next(each for each in found if each.case == case)
+        one = found[case]
+        if isinstance(one, Exception):
+            raise one
+        return one
 
     def _finish(self, name: str) -> None:
-        found, module = self._found[name], find(name)
+        module = find(name)
+        found = [each for each in self._found[name].values() if isinstance(each, Measured)]
         self._tell("\n" + ratio_table(found, module.BASE, unit(name)))
-        whole = set(module.CANDIDATES) == set(self._plans[name])
+        whole = {each.case for each in found} == set(module.CANDIDATES)
         if self._keep and not self._options.quick and whole:
-            rows = [row for each in found for row in each.rows]
+            by_case = {each.case: each.rows for each in found}
+            rows = [row for case in self._plans[name] for row in by_case[case]]
             self._tell(f"{records.save(name, rows, module.CONDITIONS)}")
-
-    def close(self) -> None:
-        """End what has not been measured to its end."""
-        for running in self._running.values():
-            running.close()  # type: ignore[attr-defined]
 
 
 def ratio_table(found: Sequence[Measured], base: str, unit: str) -> str:
@@ -85,10 +82,5 @@ def ratio_table(found: Sequence[Measured], base: str, unit: str) -> str:
                 line += [f"{ratio['median']:.2f}", f"{ratio['p10']:.2f} to {ratio['p90']:.2f}"]
             lines.append([*line, *[""] * (len(lines[0]) - len(line))])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index < 2 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    layout = "  ".join(f"{{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths))
+    return "\n".join(layout.format(*line).rstrip() for line in lines)

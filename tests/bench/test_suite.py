@@ -17,7 +17,7 @@ import pytest
 from bench import __main__ as command
 from bench import harness, registry, suite, test_benchmarks
 from bench.conftest import Recorded
-from bench.harness import Measured, Options, Plan
+from bench.harness import Measured, Options, Plan, Turns
 
 pytestmark = pytest.mark.project
 
@@ -29,18 +29,17 @@ def fake(fails_at: str | None = None, wrong: int = 0) -> Any:
     """A benchmark of two cases, which lists those that it has measured."""
     measured: list[str] = []
 
-    def measure(plan: Plan, options: Options) -> Iterator[Measured]:
-        for case in plan:
-            if case == fails_at:
-                raise ValueError("no such library")
-            measured.append(case)
-            yield harness.measured(case, SAMPLES, lambda medians: {"ours": {"wrong": wrong}})
-        measured.append("ended")
+    def turns(case: str, names: Any, options: Options) -> Turns:
+        measured.append(case)
+        if case == fails_at:
+            raise ValueError("no such library")
+        runners = {name: lambda name=name: SAMPLES[name] for name in names}
+        return Turns(runners, 0, 1, lambda medians: {"ours": {"wrong": wrong}})
 
     cases = dict.fromkeys(("small", "large"), ("theirs", "ours"))
     return SimpleNamespace(
         __doc__="What it measures.\n\nMore.", CANDIDATES=cases, QUICK=cases, BASE="theirs",
-        CONDITIONS={"of": "a test"}, measure=measure, measured=measured,
+        CONDITIONS={"of": "a test"}, turns=turns, measured=measured,
     )  # fmt: skip
 
 
@@ -83,7 +82,7 @@ def test_a_case_is_measured_when_it_is_asked_for_and_once(found: Any) -> None:
     assert found.measured == ["small"]
     cases.measured("fake", "small")
     assert cases.measured("fake", "large").case == "large"
-    assert found.measured == ["small", "large", "ended"]
+    assert found.measured == ["small", "large"]
     assert told[:3] == ["\nfake: What it measures.", "fake: small (1 of 2)", "fake: large (2 of 2)"]
 
 
@@ -96,13 +95,24 @@ def test_ratios_are_printed_with_their_spread(found: Any) -> None:
     assert ours.split()[-4:] == ["2.00", "0.95", "to", "2.70"]  # Of 2, 3, 2 and 0.5.
 
 
-@pytest.mark.parametrize("found", [{"fails_at": "large"}], indirect=True)
-def test_cases_after_one_that_failed_say_so(found: Any) -> None:
+@pytest.mark.parametrize("found", [{"fails_at": "small"}], indirect=True)
+def test_a_case_that_fails_says_so_to_each_candidate_and_stops_no_other(found: Any) -> None:
     cases = suite_of(found, [])
-    cases.measured("fake", "small")
-    with pytest.raises(ValueError, match="no such library"):
-        cases.measured("fake", "large")
-    with pytest.raises(RuntimeError, match="ended before 'large': an earlier test says why"):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such library"):
+            cases.measured("fake", "small")
+    assert cases.measured("fake", "large").samples == SAMPLES
+    assert found.measured == ["small", "large"]
+
+
+def test_cases_that_are_measured_together_say_when_they_were_not(found: Any) -> None:
+    def measure(plan: Plan, options: Options) -> Iterator[Measured]:
+        yield harness.measured("small", SAMPLES)
+
+    found.measure = measure
+    cases = suite_of(found, [])
+    assert cases.measured("fake", "small").samples == SAMPLES
+    with pytest.raises(RuntimeError, match="fake ended before this case"):
         cases.measured("fake", "large")
 
 
