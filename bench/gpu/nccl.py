@@ -6,10 +6,10 @@ rank's result is compared, before and after.
 
 * Collectives have the columns of nccl-tests; in place and out of place only where ours have both.
 * The layer is that of Llama-70B's MLP. ``fused``: our kernel announces rows of the product, which
-  are summed meanwhile. Else cuBLAS, then the sum, by us or by torch's backend. It is checked with
-  zeros and ones, so few that sums are exact in bfloat16, and timed with random numbers.
-* The pipe is over all GPUs in rank 0; ``.to`` is what one would write by hand: micro-batch by
-  micro-batch, each handed on by ``x.to(device, non_blocking=True)``. Both must give the same bits.
+  are summed meanwhile. Else cuBLAS, then the sum. It is checked with zeros and ones, so few that
+  sums are exact in bfloat16, and timed with random numbers.
+* The pipe is over all GPUs in rank 0; ``.to`` hands each micro-batch on by
+  ``x.to(device, non_blocking=True)``. Both must give the same bits.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ TIMEOUT = 60.0  # seconds of our collectives
 LIMIT = timedelta(minutes=5)  # of the others: ranks wait while rank 0 measures a pipe
 MOST_GPUS, CPU_RANKS = 8, 2
 WARMUP = 2  # calls in each turn, as the turn before was another's
-SAMPLE = 5e-3  # least seconds of a turn; short calls are repeated,
-REPEATS = 100  # at most this often
+SAMPLE, REPEATS = 5e-3, 100  # least seconds of a turn; short calls are repeated at most this often
 PLACES = {
     "all_reduce": ("in",), "reduce_scatter": ("out",), "all_gather": ("out", "in"),
     "broadcast": ("in",),
@@ -447,6 +446,5 @@ def of_pipe(rows: int, ranks: Ranks, quick: bool) -> Turns:
         "redop": "none",
     }
     runners = {name: repeated(step, 1, WARMUP) for name, step in steps.items()}
-    return Turns(
-        runners, 1, 2 if quick else 9, lambda _: {OURS: {"wrong": before + wrong()}}, fields=fields
-    )
+    more = lambda _: {OURS: {"wrong": before + wrong()}}
+    return Turns(runners, 1, 2 if quick else 9, more, fields=fields)
