@@ -129,7 +129,7 @@ def _gpus() -> list[tuple[str, str]]:
     return rows
 
 
-def tune(*, quick: bool = False, seconds: float = 300.0, kind: str = "bfloat16") -> str:
+def tune(*, quick: bool = False, seconds: float = 120.0, kind: str = "bfloat16") -> str:
     """Measure this machine, save the results for later runs, and return a report."""
     from pipekernels.comm import measure
     from pipekernels.tensor_parallel.overlap import tuning as overlap_tuning
@@ -203,7 +203,7 @@ def _answer(arguments: list[str] | None) -> str:
     )
     tuning.add_argument("--quick", action="store_true", help="fewer calls, less precise")
     tuning.add_argument(
-        "--seconds", type=float, default=300.0, help="for products on a GPU (default: 300)"
+        "--seconds", type=float, default=120.0, help="for products on a GPU (default: 120)"
     )
     tuning.add_argument(
         "--kind", choices=KINDS, default="bfloat16", help="of these products (default: bfloat16)"
