@@ -129,7 +129,7 @@ def output_for(
 def allocated(
     allocate: Callable[[Sequence[int], int], Any], sizes: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
-    """An uninitialised contiguous tensor in memory of ours.
+    """An uninitialised contiguous tensor in memory that this package allocates.
 
     Not a view: a view that a custom autograd function returns cannot be modified.
 
