@@ -46,8 +46,8 @@ class ModelPlan:
     rank_bytes: int
     """Bytes of those."""
     token_bytes: int
-    """How many of these bytes a forward of one token reads: of experts that are routed to only
-    those chosen, as many on each rank; of an embedding nothing to speak of."""
+    """How many of these bytes a forward of one token reads. Of experts that are routed to, those
+    are the chosen ones', as many on each rank; of an embedding, nothing to speak of."""
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
