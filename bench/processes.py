@@ -28,10 +28,10 @@ class Processes:
         arguments: must be picklable.
 
     Attributes:
-        limit: seconds that a turn may take.
+        limit: seconds that a turn may take; the first one waits for imports, too.
     """
 
-    limit = 120.0
+    limit = 300.0
 
     def __init__(self, ranks: int, worker: Callable[..., None], *arguments: Any) -> None:
         with socket.socket() as free:
