@@ -28,7 +28,7 @@ class Processes:
         arguments: must be picklable.
 
     Attributes:
-        limit: seconds that a turn may take; the first one waits for imports, too.
+        limit: seconds that a turn may take; the first one waits for imports.
     """
 
     limit = 300.0
