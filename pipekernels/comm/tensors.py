@@ -139,7 +139,7 @@ def allocated(
         dtype: any.
     """
     code = REDUCIBLE.get(dtype)
-    if code is not None:
+    if code is not None and 0 not in sizes:  # Of sizes that overflow, torch frees a capsule twice.
         capsule = allocate(sizes, code)
         return capsule if capsule is None else from_dlpack(capsule)
     # Older versions of torch read few dtypes. sizes.numel() would overflow beyond 64 bits.

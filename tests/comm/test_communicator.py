@@ -1,7 +1,5 @@
 """Communicators: construction and closing, threads, symmetric tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -388,6 +386,9 @@ def test_empty(device: torch.device) -> None:
         empty(1 << 40)
     for sizes in ((1 << 62,), (1 << 62, 2), (1 << 32, (1 << 32) + 1)):  # Overflow 64 bits.
         with pytest.raises(RuntimeError, match="no room for"):
+            comm.empty(sizes)
+    for sizes in ((1 << 62, 4, 0), (0, 1 << 62, 4)):
+        with pytest.raises(RuntimeError, match="overflow"):
             comm.empty(sizes)
 
 

@@ -1,7 +1,5 @@
 """Random collectives: what is drawn, and that their checks detect errors."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
