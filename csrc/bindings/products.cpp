@@ -189,10 +189,10 @@ bool describe_experts(PyObject* const* operands, PyObject* scale, ExpertProduct&
   return product.rows >= 1 && product.pairs % product.rows == 0;
 }
 
-// expert_product(out, x, weight, bias, chosen, threads[, scale]) -> bool: out[p] =
-// weight[chosen[p]]
-// @ x[row of p] + bias[chosen[p]]; with `scale`, weight * scale in place of an int8 weight. It does
-// nothing and returns False unless describe_experts().
+// expert_product(out, x, weight, bias, chosen, threads[, scale]) -> bool
+//
+// out[p] = weight[chosen[p]] @ x[row of p] + bias[chosen[p]]; with `scale`, weight * scale in place
+// of an int8 weight. It does nothing and returns False unless describe_experts().
 PyObject* expert_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 6 && count != 7) {
     PyErr_SetString(PyExc_TypeError, "expected (out, x, weight, bias, chosen, threads[, scale])");
