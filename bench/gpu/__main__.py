@@ -23,18 +23,19 @@ import torch
 
 from bench import harness, records, registry
 from bench.harness import Options
-from bench.report.tables import reason, table
+from bench.report.tables import table
 
 Row = dict[str, Any]
 
 
 def attempt(case: Row, measure: Callable[[], list[Row]]) -> list[Row]:
-    """The rows of ``measure``, or one with the traceback of its error."""
+    """The rows of ``measure``, or one with its error, without the further lines that CUDA adds."""
     try:
         return measure()
-    except Exception:  # noqa: BLE001 - recorded in the result
+    except Exception as error:  # noqa: BLE001 - recorded in the result
         print(traceback.format_exc(), flush=True)
-        return [{**case, "error": traceback.format_exc()}]
+        message = "".join(traceback.format_exception_only(error)).splitlines()[0]
+        return [{**case, "error": message}]
 
 
 def run(module: ModuleType, options: Options) -> Iterator[list[Row]]:
@@ -104,7 +105,7 @@ def main() -> int:
     tell(f"\n{table(rows, [], module.BASE, columns=columns)}\n\n{path or ''}")
     tell(f"{wrong} elements are wrong; {len(failed)} cases failed")
     if failed:
-        tell(f"the first with: {reason(failed[0]['error'])}")
+        tell(f"the first with: {failed[0]['error']}")
     return 1 if failed or wrong or not rows else 0
 
 

@@ -140,18 +140,10 @@ def means(part: str, ratios: Mapping[tuple[Any, ...], float]) -> list[str]:
     return [f"Geometric means of the ratios: {'; '.join(told)}."] if told else []
 
 
-def reason(error: str) -> str:
-    """The error message of a traceback, without the further lines that CUDA adds."""
-    lines = error.strip().splitlines()
-    indented = [index for index, line in enumerate(lines) if line.startswith(" ")]
-    return lines[indented[-1] + 1 if indented and indented[-1] + 1 < len(lines) else -1]
-
-
 def errors(rows: Sequence[Row]) -> str:
     """Markdown lines about the cases that failed; empty if none failed."""
     lines = [
-        f"* {', '.join(str(row[key]) for key in ('part', 'case') if key in row)}: "
-        f"{reason(row['error'])}"
+        f"* {', '.join(str(row[key]) for key in ('part', 'case') if key in row)}: {row['error']}"
         for row in rows
         if "error" in row
     ]

@@ -1,7 +1,5 @@
 """Benchmarks of `make gpu-check`, and the sanitizer's programs, on the CPU with tiny sizes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -84,7 +82,7 @@ def test_rows_that_only_a_gpu_gives_are_on_the_page() -> None:
         row("Large", "a", "cublas", 3e-4, **{"TFLOP/s": 404.0, "error / cublas": 1.0}),
         row("Both", "b", "one after the other", 3e-4),
         row("Both", "b", "overlapped", 2e-4, blocks=8, wrong=0),
-        {"case": "c", "error": "Traceback\nRuntimeError: no room"},
+        {"case": "c", "error": "RuntimeError: no room"},
     ]
     page = rendered("gpu.sharded_gemm", rows)
     for text in (
@@ -211,20 +209,15 @@ def test_cases_leave_time_for_those_after_them(monkeypatch: pytest.MonkeyPatch) 
 def test_a_failing_case_has_a_row_and_is_in_the_table() -> None:
     def turns(case: str, names: list[str], options: Options) -> Turns:
         if case == "b":
-            raise ValueError("no such case")
+            raise ValueError("no such case\nSearch for\nCompile with")
         return Turns({name: lambda: 1.0 for name in names}, 0, 2)
 
     module: Any = SimpleNamespace(GPU={"a": ["x"], "b": ["x"]}, turns=turns)
     rows = [row for found in gpu.run(module, Options()) for row in found]
     assert (rows[0]["case"], rows[0]["median"]) == ("a", 1.0)
-    assert rows[1]["case"] == "b" and "ValueError: no such case" in rows[1]["error"]
+    assert rows[1] == {"case": "b", "error": "ValueError: no such case"}
     assert tables.errors(rows) == "\n\nFailed:\n\n* b: ValueError: no such case"
     assert tables.errors(rows[:1]) == ""
-    traceback = (
-        "Traceback:\n  File x, line 1\n    f()\nCUDAError: no memory\nSearch for\nCompile with"
-    )
-    assert tables.reason(traceback) == "CUDAError: no memory"
-    assert tables.reason("killed\nby a signal") == "by a signal"
 
 
 def test_results_are_kept_case_by_case(

@@ -1,7 +1,5 @@
 """What benchmarks have measured, as text: figures, pages, and README's summary."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,13 @@ pytestmark = pytest.mark.project
 )  # fmt: skip
 def test_durations_have_three_digits_and_no_exponent(seconds: float, text: str) -> None:
     assert tables.duration(seconds) == text
+
+
+def test_result_files_name_no_path_of_the_machine() -> None:
+    path = re.compile(r"""["'\s(]/\w+/\w""")
+    files = list(records.RESULTS.rglob("*.json"))
+    assert files and not [str(each) for each in files if path.search(each.read_text())]
+    assert path.search('File "/home/someone/program.py"')
 
 
 def test_a_marker_without_results_names_the_command_to_run() -> None:
