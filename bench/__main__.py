@@ -1,7 +1,7 @@
 """``python -m bench [NAME ...] [OPTION ...]``: run benchmarks, print ratios, write result files.
 
 By default all of them. Options are those of pytest and pytest-benchmark, such as -k all_reduce,
---benchmark-json=PATH or --benchmark-compare, and --quick: a look in two minutes, which keeps
+--benchmark-json=PATH or --benchmark-compare, and --quick: a look in five minutes, which keeps
 nothing.
 """
 

@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--quick",
         action="store_true",
-        help="few cases, candidates and rounds, in two minutes; no result file is written",
+        help="few cases, candidates and rounds, in five minutes; no result file is written",
     )
     group.addoption(
         "--keep-results",
