@@ -138,16 +138,17 @@ void test_mismatch(Communicator& communicator) {
 }
 
 // If one rank makes no call, the others name it in a TimeoutError, and later calls fail at once.
-void test_timeout(Communicator& communicator) {
+void test_timeout(Communicator& communicator, const SharedCounter& failed) {
   const int absent = communicator.world_size() - 1;
   barrier(communicator);
   if (communicator.rank() == absent) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1600));
+    failed.wait_for(absent);
     expect<TimeoutError>([&] { barrier(communicator); });
     return;
   }
   const auto error = expect<TimeoutError>([&] { barrier(communicator); });
   CHECK(error.rank == absent);
+  failed.add();
   expect<std::runtime_error>([&] { barrier(communicator); });
 }
 
@@ -168,20 +169,21 @@ void test_wake(Communicator& communicator) {
 
 // After a call has failed, a late process may still write to the tensors that its peers published
 // in it. The peers do not see these writes.
-void test_late_writes(Communicator& communicator) {
+void test_late_writes(Communicator& communicator, const SharedCounter& steps) {
   constexpr size_t kCount = 5000;
   SymmetricBuffer buffer(communicator.heap(), kCount * sizeof(float));
   barrier(communicator);
   if (communicator.rank() == 1) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+    steps.wait_for(1);
     std::memset(buffer.data() - kHeapStride, 0xff, buffer.bytes());  // The same block of rank 0.
-    return;
+    return steps.add();
   }
   auto* data = reinterpret_cast<float*>(buffer.data());
   expect<TimeoutError>(
       [&] { all_reduce(communicator, data, kCount, DType::kFloat32, {}, Algorithm::kTwoShot); });
   std::fill_n(data, kCount, 5.f);
-  std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+  steps.add();
+  steps.wait_for(2);
   CHECK(std::count(data, data + kCount, 5.f) == kCount);
 }
 
@@ -384,7 +386,8 @@ int main(int argc, char** argv) {
                          }}) {
     run(3, test_mismatch, Seconds(30));
     if (!delayed) run(2, test_wake, Seconds(30));
-    if (!delayed) run(3, test_timeout, Seconds(0.8));
+    const SharedCounter failed;
+    if (!delayed) run(3, [&](Communicator& c) { test_timeout(c, failed); }, Seconds(2));
     run(3, [](Communicator& c) { test_close(c, false); }, Seconds(30));
     run(3, [](Communicator& c) { test_close(c, true); }, Seconds(30));
     run(2, test_concurrent, Seconds(30));
@@ -392,7 +395,8 @@ int main(int argc, char** argv) {
   for (int seed = 0; seed < calls / 6; ++seed) test_kill(2 + seed % 3, seed);
   if (delayed) return 0;
   for (size_t count = 8 << 20; !give_up_while_read(count); count *= 2) CHECK(count < 1 << 28);
-  run_processes(2, test_late_writes, Seconds(0.6));
+  const SharedCounter steps;
+  run_processes(2, [&](Communicator& c) { test_late_writes(c, steps); }, Seconds(2));
   test_wrap();
   test_write_prefetch();
   test_choice();

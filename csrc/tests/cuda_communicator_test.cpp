@@ -160,7 +160,7 @@ void replay(Communicator& core) {
 }
 
 // A graph is replayed in a stream that does not wait for a collective that still runs.
-void replay_too_early(Communicator& core) {
+void replay_too_early(Communicator& core, const SharedCounter& replayed) {
   std::vector<float> data(5'000), other(5'000);  // Outlive the kernels that `rank` waits for.
   Rank rank(core);
   rank.stream->begin_capture();
@@ -180,8 +180,9 @@ void replay_too_early(Communicator& core) {
     CHECK(has(text, "all_reduce(5000 x float32"));
     CHECK(
         has(thrown<std::runtime_error>([&] { rank.all_reduce(data.data(), 8); }), "after a fail"));
+    replayed.add();
   } else {
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    replayed.wait_for(1);
     thrown<PeerError>([&] {
       rank.all_reduce(data.data(), data.size());
       rank.cuda.synchronize();
@@ -335,7 +336,8 @@ size_t entries(const char* folder) {
 void test_processes() {
   for (const int n : {1, 2, 3}) run_processes(n, use_everything);
   run_processes(2, replay);
-  run_processes(2, replay_too_early);
+  const SharedCounter replayed;
+  run_processes(2, [&](Communicator& core) { replay_too_early(core, replayed); });
   run_processes(2, fail_set_up);
   run_processes(2, use_few_blocks);
   for (const int n : {1, 2, 3}) run_processes_twice(n, share_heap);

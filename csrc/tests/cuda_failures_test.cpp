@@ -51,17 +51,17 @@ void share_a_stream(Communicator& core) {
   CHECK(all_are(data.data(), 20, rank.sum()));
 }
 
-void be_late(Communicator& core, const SharedFlag& given_up) {
+void be_late(Communicator& core, const SharedCounter& given_up) {
   Rank rank(core);
   std::vector<float> data(20'000, 1.0f);
   rank.all_reduce(data.data(), data.size());
   rank.cuda.synchronize();
-  if (rank.number() == 1) given_up.wait();
+  if (rank.number() == 1) given_up.wait_for(1);
   const std::string told = thrown<TimeoutError>([&] {
     rank.all_reduce(data.data(), data.size());
     rank.cuda.synchronize();
   });
-  given_up.set();
+  given_up.add();
   CHECK(has(told, rank.number() == 1 ? "rank 1 did not arrive in time, as rank 0 has noticed"
                                      : "rank 1 of 2 did not arrive at all_reduce(20000 x float32"));
   rank.stream->drain();  // The error may be known before all is poisoned.
@@ -127,24 +127,24 @@ void lose_rank_1(Communicator& core, Leave how, Algorithm way) {
 // ---- shutdown
 // Memory that a peer still has mapped is freed by the next allocation after the peer has unmapped
 // it.
-void keep_mapped_memory(Communicator& core, const SharedFlag& closed) {
+void keep_mapped_memory(Communicator& core, const SharedCounter& closed) {
   Rank rank(core);
   auto& memory = fake_cuda::device().memory;
-  if (rank.number() == 1) closed.wait();
+  if (rank.number() == 1) closed.wait_for(1);
   rank.cuda.close(false);
   CHECK(memory.size() == (rank.number() == 0 ? 1 : 0));
-  closed.set();
+  closed.add();
   barrier(core);
   const DeviceMemory next(0, 4096, nullptr, rank.number());
   CHECK(memory.size() == 1 && memory.count(next.base()) == 1);
 }
 
 // Forks while another thread, which the child does not have, is in a call.
-void fork_a_child(Communicator& core, const SharedFlag& forked) {
+void fork_a_child(Communicator& core, const SharedCounter& forked) {
   auto rank = std::make_unique<Rank>(core);
   std::vector<float> data(1000, rank->number() + 1.0f);
   if (rank->number() == 1) {
-    forked.wait();
+    forked.wait_for(1);
     rank->all_reduce(data.data(), data.size());
     rank->cuda.synchronize();
     return;
@@ -161,23 +161,23 @@ void fork_a_child(Communicator& core, const SharedFlag& forked) {
   }
   int status = -1;
   CHECK(waitpid(child, &status, 0) == child && status == 0);
-  forked.set();
+  forked.add();
   waiting.join();
   CHECK(all_are(data.data(), data.size(), rank->sum()));
 }
 
 void test_processes() {
   run_processes(2, call_differently);
-  const SharedFlag given_up;
+  const SharedCounter given_up;
   run_processes(2, [&](Communicator& core) { be_late(core, given_up); }, Seconds(3));
   for (const Leave how : {Leave::kDie, Leave::kClose, Leave::kAbort}) {
     const Algorithm way = how == Leave::kDie ? Algorithm::kOneShot : Algorithm::kTwoShot;
     const auto body = [=](Communicator& core) { lose_rank_1(core, how, way); };
     run_processes(3, body, Seconds(30), how == Leave::kDie ? 1 : -1);
   }
-  const SharedFlag closed;
+  const SharedCounter closed;
   run_processes(2, [&](Communicator& core) { keep_mapped_memory(core, closed); });
-  const SharedFlag forked;
+  const SharedCounter forked;
   run_processes(2, [&](Communicator& core) { fork_a_child(core, forked); });
 }
 

@@ -325,9 +325,7 @@ void test_late_rank(int ranks, Algorithm algorithm, bool pushed) {
     CHECK(job.tensors[rank]->poisoned());
     job.tensors[rank]->fill(Bytes(job.tensors[rank]->bytes()));
   }
-  const auto start = std::chrono::steady_clock::now();
   run_streams(job.streams, 2, 2);
-  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(1));
   CHECK(job.failure(late).kind == DeviceFailureKind::kPeer);
   CHECK(RankStatus::reason(job.failure(late).status) == Reason::kTimedOut);
   for (const auto& tensor : job.tensors) CHECK(tensor->poisoned());

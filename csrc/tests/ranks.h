@@ -39,6 +39,27 @@ inline void run_threads(int world_size, const RankBody& body, Seconds timeout = 
   for (auto& thread : threads) thread.join();
 }
 
+// A counter in memory that forked processes share.
+class SharedCounter {
+ public:
+  SharedCounter()
+      : count_(static_cast<std::atomic<int>*>(
+            mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
+    CHECK(count_ != MAP_FAILED);
+  }
+  void add() const { ++*count_; }
+  void wait_for(int count) const {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (*count_ < count) {
+      CHECK(std::chrono::steady_clock::now() < end);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+
+ private:
+  std::atomic<int>* const count_;
+};
+
 // Every rank must exit with status 0, except `killed`, which must be terminated by a signal.
 inline void run_processes(int world_size, const RankBody& body, Seconds timeout = Seconds(30),
                           int killed = -1) {

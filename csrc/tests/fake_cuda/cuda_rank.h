@@ -127,23 +127,4 @@ inline bool has(const std::string& text, const char* part) {
   return text.find(part) != std::string::npos;
 }
 
-// A flag in memory that forked processes share.
-class SharedFlag {
- public:
-  SharedFlag()
-      : flag_(static_cast<std::atomic<int>*>(
-            mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {}
-  void set() const { flag_->store(1); }
-  void wait() const {
-    const auto end = Clock::now() + std::chrono::seconds(60);
-    while (flag_->load() == 0) {
-      CHECK(Clock::now() < end);
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
-  }
-
- private:
-  std::atomic<int>* const flag_;
-};
-
 }  // namespace pipekernels
