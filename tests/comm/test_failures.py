@@ -156,15 +156,17 @@ def test_a_killed_rank_is_named_at_once_by_all_others(
             assert raised - killed < 10  # Well before the timeout of 30 s.
 
 
-def wait_for_a_late_rank(comm: Communicator) -> str:
+def wait_for_a_late_rank(folder: Path, comm: Communicator) -> str:
     comm.barrier()
     if comm.rank == 2:
-        time.sleep(2.5)
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.01)
         with pytest.raises(TimeoutError, match="rank 2 did not arrive in time"):
             comm.barrier()
         return ""
     with pytest.raises(TimeoutError) as caught:
         comm.all_reduce(torch.ones(5))
+    (folder / f"{comm.rank} gave up").touch()
     with pytest.raises(
         RuntimeError, match=r"cannot be used after a failure \(.*rank.*2.*\); make a new"
     ) as later:
@@ -184,12 +186,12 @@ def test_all_late_ranks_are_named() -> None:
 @pytest.mark.parametrize(
     "run", [run_threads, pytest.param(run_processes, marks=pytest.mark.processes)]
 )
-def test_a_late_rank_is_named(run: Callable[..., list[str]]) -> None:
+def test_a_late_rank_is_named(run: Callable[..., list[str]], tmp_path: Path) -> None:
     expected = (
         r"rank\(s\) 2 of 3 did not arrive at all_reduce\(5 x float32, sum, auto\), "
         r"collective number 2 .* within 1 s|rank 2 did not arrive in time, as rank"
     )
-    for message in run(3, wait_for_a_late_rank, timeout=1.0)[:2]:
+    for message in run(3, functools.partial(wait_for_a_late_rank, tmp_path), timeout=1.0)[:2]:
         assert re.search(expected, message)
 
 
@@ -218,8 +220,9 @@ def test_control_c_ends_a_wait(comm: Communicator) -> None:
         assert 0.1 < time.monotonic() - started < 10
         with pytest.raises(RuntimeError, match="a call was interrupted"):
             comm.barrier()
+        dist.barrier()
         return
-    time.sleep(0.5)
+    dist.barrier()  # Until rank 0 has given up.
     with pytest.raises(PeerError, match="rank 0 gave up"):
         comm.barrier()
 

@@ -34,7 +34,7 @@ def test_collectives_have_ranges_with_their_bytes() -> None:
 
 def test_a_wait_for_a_peer_is_a_range_within_the_collective() -> None:
     first, second = Communicator.threads(2)
-    late = threading.Thread(target=lambda: (time.sleep(0.1), second.all_reduce(torch.ones(4))))
+    late = threading.Thread(target=lambda: (time.sleep(0.5), second.all_reduce(torch.ones(4))))
     late.start()
     with profile(activities=[ProfilerActivity.CPU]) as found:
         first.all_reduce(torch.ones(4))
@@ -44,7 +44,7 @@ def test_a_wait_for_a_peer_is_a_range_within_the_collective() -> None:
     call, wait = (next(e for e in found.events() if e.name == name) for name in names)
     assert call.time_range.start <= wait.time_range.start
     assert wait.time_range.end <= call.time_range.end
-    assert wait.time_range.elapsed_us() > 0.9 * call.time_range.elapsed_us() > 50_000
+    assert wait.time_range.elapsed_us() > 0.5 * call.time_range.elapsed_us() > 100_000
 
 
 def test_a_wait_that_fails_ends_its_range() -> None:
