@@ -117,7 +117,7 @@ def choose(
         return None
     kind = kind_of(dtype or a.dtype, tf32_allowed())
     if not auto:
-        _check_triton(a.dtype, kind, gpu)
+        check_triton(a.dtype, kind, gpu)
     if kind is None:
         return None
     layout = layout_of(a, b)
@@ -152,7 +152,8 @@ def _log_library(gpu: str, known: table.Table | None, entry: table.Measurement |
     info_once(_log, "sharded_gemm on %s is the vendor's library: %s", gpu, why)
 
 
-def _check_triton(dtype: torch.dtype, kind: str | None, gpu: Gpu) -> None:
+def check_triton(dtype: torch.dtype, kind: str | None, gpu: Gpu) -> None:
+    """Raise if Triton does not multiply operands of ``dtype`` and ``kind`` on ``gpu``."""
     if kind is None:
         raise TypeError(
             f"the Triton kernel multiplies bfloat16, float16, float32 and float8_e4m3fn, not "

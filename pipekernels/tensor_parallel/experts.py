@@ -31,6 +31,8 @@ from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.local_ops.expert_linear import expert_linear, skinny_expert_linear
+from pipekernels.local_ops.grouped_gemm import grouped_gemm
+from pipekernels.local_ops.sharded_gemm import ALGORITHMS
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor, check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
 from pipekernels.tensor_parallel.functional import (
@@ -59,6 +61,10 @@ class ParallelExperts(ShardedLayer):
             (``is_concatenated`` is False). Its parameters are copied.
         comm: the communicator.
         expert_parallel: give each rank whole experts, in place of a slice of each.
+        algorithm: ``'auto'`` and ``'cublas'`` call the vendor's library for each expert,
+            ``'triton'`` launches one kernel for all, on a GPU
+            (:func:`~pipekernels.local_ops.grouped_gemm.grouped_gemm`). An attribute, which may be
+            set later.
 
     The forward takes hidden states ``[T, H]``, the chosen experts ``[T, K]`` (integers), and their
     weights ``[T, K]``, all the same on every rank, and gives ``[T, H]`` on every rank. A module
@@ -68,17 +74,26 @@ class ParallelExperts(ShardedLayer):
     Raises:
         TypeError: ``comm`` is not a communicator, or ``experts`` has hooks.
         ValueError: there are more ranks than inner features, or (``expert_parallel``) than
-            experts; the module cannot be sharded so.
+            experts; the module cannot be sharded so; an unknown ``algorithm``.
     """
 
     parameter_names: ClassVar[tuple[str, ...]] = ("down_proj",)
 
-    def __init__(self, experts: Any, comm: Communicator, *, expert_parallel: bool = False) -> None:
+    def __init__(
+        self,
+        experts: Any,
+        comm: Communicator,
+        *,
+        expert_parallel: bool = False,
+        algorithm: str = "auto",
+    ) -> None:
         super().__init__(Sharding(comm))
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
         if is_hooked(experts):
             raise TypeError(f"the experts have hooks, which would be lost; {REMEDY}")
         full = {name: p for name, p in experts._parameters.items() if p is not None}
-        self.expert_parallel = expert_parallel
+        self.expert_parallel, self.algorithm = expert_parallel, algorithm
         self.is_routed = hasattr(experts, "has_gate")
         self.first = "gate_up_proj" if "gate_up_proj" in full else "up_proj"
         self.is_transposed = full[self.first].shape[1] == full["down_proj"].shape[2]
@@ -146,7 +161,12 @@ class ParallelExperts(ShardedLayer):
             part = part.transpose(1, 2).contiguous().transpose(1, 2)
         return part
 
-    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
+    ) -> Tensor:
         """Apply the experts: see the class for the shapes."""
         check_data_parallel(self.comm)
         if hidden_states.dim() != 2 or hidden_states.shape[1] != self.hidden_size:
@@ -156,9 +176,11 @@ class ParallelExperts(ShardedLayer):
             )
         x = copy_to_ranks(hidden_states, self.comm)
         if not self.is_routed:
-            own: Tensor = self._template[0].forward(x, *routing)
+            own: Tensor = self._template[0].forward(x)
             return reduce_from_ranks(own, self.comm)
-        chosen, weights = routing
+        if top_k_index is None or top_k_weights is None:
+            raise TypeError(f"{self._described()} takes hidden states, chosen experts and weights")
+        chosen, weights = top_k_index, top_k_weights
         own = self._own_part(x, chosen, copy_to_ranks(weights, self.comm))
         y = reduce_from_ranks(own, self.comm)
         bias = self._parameters.get("down_proj_bias")
@@ -187,7 +209,8 @@ class ParallelExperts(ShardedLayer):
             order = torch.arange(len(flat), device=flat.device)
         if y is None:
             order = order[torch.argsort(flat[order], stable=True)]
-            rows = torch.bincount(flat[order], minlength=experts).tolist()
+            rows = torch.bincount(flat[order], minlength=experts)
+            rows = rows if self.algorithm == "triton" else rows.tolist()
             y = self._product(x[order // count], first, b1, rows)
             y = self._product(self._activated(y), "down_proj", b2, rows)
         y = y * weights.reshape(-1, 1)[order]
@@ -210,7 +233,9 @@ class ParallelExperts(ShardedLayer):
         weight: Tensor = self.get_parameter(name)
         return weight.transpose(1, 2) if self.is_transposed else weight
 
-    def _product(self, x: Tensor, name: str, bias: Tensor | None, rows: list[int]) -> Tensor:
+    def _product(self, x: Tensor, name: str, bias: Tensor | None, rows: Any) -> Tensor:
+        if self.algorithm == "triton":
+            return grouped_gemm(x, self._matrices(name), bias, rows)
         return expert_linear(x, self._matrices(name), bias, rows)
 
     def _skinny_product(
@@ -295,11 +320,13 @@ def count_expert_load(model: nn.Module) -> Iterator[dict[str, ExpertLoad]]:
         load = ExpertLoad(torch.zeros(layer.num_experts, dtype=torch.long), sizes)
         loads[layer.name or ""] = load
 
-        def add(layer: nn.Module, args: tuple[Any, ...], load: ExpertLoad = load) -> None:
-            chosen = args[1].detach().flatten().cpu()
+        def add(
+            layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any], load: ExpertLoad = load
+        ) -> None:
+            chosen = (args[1] if len(args) > 1 else named["top_k_index"]).detach().flatten().cpu()
             load.tokens_per_expert += chosen.bincount(minlength=len(load.tokens_per_expert))
 
-        hooks.append(layer.register_forward_pre_hook(add))
+        hooks.append(layer.register_forward_pre_hook(add, with_kwargs=True))
     try:
         yield loads
     finally:

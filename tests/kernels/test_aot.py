@@ -39,7 +39,7 @@ pytest.importorskip("triton", minversion=OLDEST_TRITON)
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes per block.
 BULK_STORE = "cp.async.bulk.tensor.2d.global.shared"
 
-Compiled = dict[aot.Case | aot.SlabCase, Future[aot.Kernel | str]]
+Compiled = dict[aot.AnyCase, Future[aot.Kernel | str]]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def compiling(
     """For a Triton all compilations that the selected tests ask for, begun by the first of them,
     but for what earlier sessions have kept."""
 
-    def begun_or_kept(version: str, case: aot.Case | aot.SlabCase) -> Future[aot.Kernel | str]:
+    def begun_or_kept(version: str, case: aot.AnyCase) -> Future[aot.Kernel | str]:
         path = aot.path_of(version, case)
         if not path.exists():
             return pools[version].submit(aot.build_and_keep, version, case)
@@ -98,9 +98,7 @@ def name(value: str | aot.Case) -> str:
     return f"sm{value.architecture}-{value.kind}-{blocks}-{value.variant}" + "-split" * value.split
 
 
-def built(
-    version: str, case: aot.Case | aot.SlabCase, compiling: Callable[[str], Compiled]
-) -> aot.Kernel:
+def built(version: str, case: aot.AnyCase, compiling: Callable[[str], Compiled]) -> aot.Kernel:
     """The compiled kernel, which has all in registers and keeps the limits of descriptors."""
     if version == "oldest" and not aot.OLDEST.exists():
         pytest.skip("`make oldest-triton` fetches the Triton to compile with")
@@ -163,6 +161,20 @@ def test_products_by_slabs_compile_without_spills(
     assert ("cp.async.bulk.tensor" in kernel.ptx) == (case.architecture >= 90 and not case.odd)
     if case.architecture == 90 and case.kind != "float32":
         assert early_uses(parse_ptx(kernel.ptx)) == [] and SERIALIZED not in kernel.report
+
+
+@pytest.mark.parametrize(
+    ("version", "case"),
+    cases(aot.group_cases()[::5], aot.group_cases(), aot.group_cases()[::5]),
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
+)
+def test_products_of_groups_compile_without_spills(
+    version: str, case: aot.GroupCase, compiling: Callable[[str], Compiled]
+) -> None:
+    kernel = built(version, case, compiling)
+    assert kernel.shared <= SHARED_MEMORY[89]
+    if case.architecture == 90 and case.kind != "float32":
+        assert early_uses(parse_ptx(kernel.ptx)) == []
 
 
 def check_asynchronous_products(case: aot.Case, kernel: aot.Kernel) -> None:

@@ -167,7 +167,7 @@ class Int8Experts(_Int8Layer, ParallelExperts):
 
     def __init__(self, layer: ParallelExperts) -> None:
         ShardedLayer.__init__(self, Sharding(layer.comm))
-        self.expert_parallel = layer.expert_parallel
+        self.expert_parallel, self.algorithm = layer.expert_parallel, "auto"
         self.is_routed, self.first = layer.is_routed, layer.first
         self.is_transposed, self.was_transposed = False, layer.is_transposed
         self.is_concatenated, self.num_experts = layer.is_concatenated, layer.num_experts

@@ -79,6 +79,23 @@ class SlabCase(NamedTuple):
     layout: str
 
 
+class GroupCase(NamedTuple):
+    """One compilation of the kernels of products of groups of rows.
+
+    Attributes:
+        architecture: compute capability.
+        kind: of operands.
+        variant: ``forward``, with a bias; ``grad_input`` or ``grad_weight``.
+    """
+
+    architecture: int
+    kind: str
+    variant: str
+
+
+AnyCase = Case | SlabCase | GroupCase
+
+
 class Box(NamedTuple):
     """The block that a tensor descriptor moves at a time."""
 
@@ -133,7 +150,7 @@ def _sources(version: str) -> str:
     return digest.hexdigest()
 
 
-def path_of(version: str, case: Case | SlabCase) -> Path:
+def path_of(version: str, case: AnyCase) -> Path:
     """The file that keeps what :func:`build_and_keep` has compiled."""
     name = f"{_sources(version)} {case}"
     return KEPT / f"{hashlib.sha256(name.encode()).hexdigest()}.pickle.gz"
@@ -181,6 +198,12 @@ def slab_cases(version: str) -> list[SlabCase]:
     return found
 
 
+def group_cases() -> list[GroupCase]:
+    """Every kernel of products of groups."""
+    variants = ("forward", "grad_input", "grad_weight")
+    return [GroupCase(*case) for case in itertools.product((80, 90, 100), SLAB_BLOCKS, variants)]
+
+
 def one_per_configuration() -> list[Case]:
     """For each configuration one of its variants, in turn; and the first one announced per kind."""
     groups: dict[tuple[Any, ...], list[Case]] = {}
@@ -193,7 +216,7 @@ def one_per_configuration() -> list[Case]:
     return [group[at % len(group)] for at, group in enumerate(groups.values())]
 
 
-def build(case: Case | SlabCase) -> Kernel | str:
+def build(case: AnyCase) -> Kernel | str:
     """Compile ``case``; returns the compiler's message if that fails."""
     import triton
 
@@ -205,6 +228,10 @@ def build(case: Case | SlabCase) -> Kernel | str:
         with contextlib.redirect_stdout(log):
             if isinstance(case, SlabCase):
                 (kernel,) = compiled(case.architecture, lambda: _launch_slabs(case), "slab_kernel")
+            elif isinstance(case, GroupCase):
+                gradient = "_gradient" if case.variant == "grad_weight" else ""
+                name = f"grouped{gradient}_kernel"
+                (kernel,) = compiled(case.architecture, lambda: _launch_groups(case), name)
             else:
                 (kernel,) = compiled(case.architecture, lambda: _launch(case))
     except Exception as error:  # noqa: BLE001
@@ -220,7 +247,7 @@ def build(case: Case | SlabCase) -> Kernel | str:
     return Kernel(kernel.asm["ptx"], sass, report, found.shared, scratch, boxes)
 
 
-def build_and_keep(version: str, case: Case | SlabCase) -> Kernel | str:
+def build_and_keep(version: str, case: AnyCase) -> Kernel | str:
     """As :func:`build`; a kernel is kept for later sessions. Any number of processes may do so."""
     kernel = build(case)
     if isinstance(kernel, Kernel):
@@ -289,6 +316,24 @@ def _launch_slabs(case: SlabCase) -> None:
     bias = torch.empty(n, dtype=dtype) if case.slabs == 1 else None
     product = Product(case.kind, a, b, out, bias)
     launch_slabs(product, case.slabs, generation=case.architecture)
+
+
+def _launch_groups(case: GroupCase) -> None:
+    from pipekernels.kernels.launch import GroupedProduct, launch_group_gradients, launch_groups
+
+    dtype = dtype_of(case.kind)
+    x, weight, out = (
+        torch.empty(*shape, dtype=dtype) for shape in ((99, 64), (5, 48, 64), (99, 48))
+    )
+    ends = torch.empty(5, dtype=torch.int32)
+    if case.variant == "forward":
+        launch_groups(
+            GroupedProduct(case.kind, x, weight, out, ends, torch.empty_like(weight[..., 0]))
+        )
+    elif case.variant == "grad_input":
+        launch_groups(GroupedProduct(case.kind, out, weight.transpose(1, 2), x, ends))
+    else:
+        launch_group_gradients(GroupedProduct(case.kind, x, weight, out, ends))
 
 
 def _disassembled(cubin: bytes) -> str:
