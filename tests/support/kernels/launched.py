@@ -1,0 +1,196 @@
+"""Tests that launch the Triton kernels on the driver of tests/support/cuda/stub_driver.c;
+test_stub_driver.py runs this file, with that driver in TRITON_LIBCUDA_PATH.
+
+Triton compiles the kernels for GPUs that are not present, and its own launcher passes the arguments
+on. The driver checks them, and that addresses lie in tensors of the launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+
+from pipekernels.kernels import launch as module
+from pipekernels.kernels.config import Blocks, Config
+from pipekernels.kernels.launch import Product, launch
+from support.kernels import aot
+from support.levels import in_gate
+
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(120)]
+
+STUB = ctypes.CDLL("libcuda.so.1")
+STUB.stub_allow.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+STUB.stub_problem.restype = ctypes.c_char_p
+
+
+class Driver(CudaDriver):
+    """The driver of a GPU with this compute capability, which is also its number."""
+
+    def __init__(self, capability: int) -> None:
+        self.utils = CudaUtils()
+        self.launcher_cls = CudaLauncher
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@functools.cache
+def driver(capability: int) -> Driver:
+    return Driver(capability)
+
+
+class DeviceMemory(TorchDispatchMode):
+    """Tensors that are made in it are device memory to the driver."""
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = call(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            STUB.stub_allow(storage.data_ptr(), storage.nbytes())
+        return result
+
+
+@pytest.fixture(autouse=True)
+def _memory() -> Iterator[None]:
+    yield
+    STUB.stub_forget()
+
+
+def counts() -> tuple[int, int]:
+    """Launches, and encoded tensor maps."""
+    return STUB.stub_launches(), STUB.stub_maps()
+
+
+def launched(capability: int, body: Callable[[], None]) -> tuple[int, int]:
+    """Launches and tensor maps of ``body``."""
+    triton.runtime.driver.set_active(driver(capability))
+    module._descriptor_at.cache_clear()
+    before = counts()
+    with DeviceMemory():
+        body()
+    launches, maps = counts()
+    return launches - before[0], maps - before[1]
+
+
+def levels(gate: Sequence[Any], every: Sequence[Any]) -> list[Any]:
+    """Cases, of which those of ``gate`` run there."""
+    return in_gate([(case,) for case in gate], [(case,) for case in every])
+
+
+@pytest.mark.parametrize(("case",), levels(aot.one_per_configuration()[::14], aot.cases()), ids=str)
+def test_every_configuration(case: aot.Case) -> None:
+    launches, maps = launched(case.architecture, lambda: aot._launch(case))
+    expected = 0
+    if case.generation >= 90 and case.variant != "odd":
+        expected = 2 if case.split or case.variant in ("announced", "unit") else 3
+    assert (launches, maps) == (1, expected)
+
+
+@pytest.mark.parametrize(
+    ("case",),
+    levels(aot.slab_cases("oldest")[::6], aot.slab_cases("installed")),
+    ids=str,
+)
+def test_products_by_slabs(case: aot.SlabCase) -> None:
+    by_maps = case.architecture >= 90 and not case.odd
+    body = functools.partial(aot._launch_slabs, case)
+    assert launched(case.architecture, body) == (1, 2 if by_maps else 0)
+
+
+@pytest.mark.parametrize(("case",), levels(aot.group_cases()[::17], aot.group_cases()), ids=str)
+def test_products_of_groups(case: aot.GroupCase) -> None:
+    assert launched(case.architecture, lambda: aot._launch_groups(case)) == (1, 0)
+
+
+SMALL = Config(Blocks(16, 32, 32, 4, 2))
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float16)
+
+
+def test_an_address_outside_of_tensors_is_refused() -> None:
+    host = half(16, 32)
+
+    def body() -> None:
+        product = Product("float16", host, half(32, 32), half(16, 32))
+        launch(product, SMALL, generation=80, sms=4)
+
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        launched(80, body)
+    assert b"is not in device memory" in STUB.stub_problem()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"shape": [1 << 20, 32]}, "are not all in device memory"),
+        ({"strides": [28, 1]}, "a stride of 56 bytes"),
+        ({"shape": [16, 64]}, "rows of 64 bytes that overlap"),
+        ({"block_shape": [16, 4]}, "rows of a box of 8 bytes"),
+        ({"block_shape": [512, 32]}, "a box of 512"),
+        ({"base": "odd"}, "is not aligned to 16 bytes"),
+    ],
+)
+def test_a_wrong_tensor_map_is_refused(
+    change: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = driver(90).utils
+    with DeviceMemory():
+        tensor = half(17, 32)
+    right = {"shape": [16, 32], "strides": [32, 1], "block_shape": [16, 32]}
+    given = right | change
+    base = tensor.data_ptr() + 2 * (given.pop("base", None) == "odd")
+
+    def encode(shape: Any, strides: Any, block_shape: Any) -> None:
+        swizzle, size, half_precision, padding = 2, 2, 6, 0
+        utils.fill_tma_descriptor_tiled(
+            base, swizzle, size, half_precision, block_shape, shape, strides, padding
+        )
+
+    with pytest.raises(RuntimeError, match=problem):
+        encode(**given)
+    base = tensor.data_ptr()
+    encode(**right)
+
+
+def test_too_much_shared_memory_is_refused() -> None:
+    def body() -> None:
+        product = Product("float16", half(256, 64), half(256, 64), half(256, 256))
+        blocks = Blocks(256, 128, 64, 8, 6, parts=2)
+        launch(product, Config(blocks), generation=90, sms=4)
+
+    with pytest.raises(triton.runtime.errors.OutOfResources, match="shared memory"):
+        launched(90, body)
+
+
+@triton.jit
+def one_kernel(x):
+    tl.store(x, 1.0)
+
+
+def test_a_grid_beyond_the_limits_is_refused() -> None:
+    def body() -> None:
+        x = torch.empty(1)
+        one_kernel[(1, 65535)](x)
+        with pytest.raises(RuntimeError, match="a grid of 1 x 65536 x 1"):
+            one_kernel[(1, 65536)](x)
+
+    assert launched(80, body) == (1, 0)
