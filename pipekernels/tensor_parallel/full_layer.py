@@ -17,10 +17,16 @@ REMEDY = (
 )
 
 
+_CLASSES_OF_TRANSFORMERS = {
+    "transformers.pytorch_utils": "Conv1D",
+    "transformers.models.falcon.modeling_falcon": "FalconLinear",  # Adds its bias separately.
+}
+
+
 def linear_classes() -> tuple[type[nn.Module], ...]:
-    """The classes of layers that can be sharded."""
-    transformers: Any = sys.modules.get("transformers.pytorch_utils")
-    return (nn.Linear,) if transformers is None else (nn.Linear, transformers.Conv1D)
+    """The classes of layers that can be sharded: ``nn.Linear``, ``Conv1D``, ``FalconLinear``."""
+    loaded = [(sys.modules.get(name), kind) for name, kind in _CLASSES_OF_TRANSFORMERS.items()]
+    return nn.Linear, *(getattr(module, kind) for module, kind in loaded if module is not None)
 
 
 def is_embedding(module: nn.Module) -> bool:

@@ -77,8 +77,8 @@ def test_the_page_of_families_is_read_as_it_was_written() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["clip", "siglip", "deberta-v2", "albert", "electra", "xlm-roberta", "bart", "stablelm",
-     "wav2vec2"],
+    ["clip", "siglip", "falcon", "deberta-v2", "albert", "electra", "xlm-roberta", "bart",
+     "stablelm", "wav2vec2"],
 )  # fmt: skip
 @pytest.mark.full
 def test_families_without_a_plan_are_sharded(family: str) -> None:
