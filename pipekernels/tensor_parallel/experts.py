@@ -209,8 +209,8 @@ class ParallelExperts(ShardedLayer):
             order = torch.arange(len(flat), device=flat.device)
         if y is None:
             order = order[torch.argsort(flat[order], stable=True)]
-            rows = torch.bincount(flat[order], minlength=experts)
-            rows = rows if self.algorithm == "triton" else rows.tolist()
+            counts = torch.bincount(flat[order], minlength=experts)
+            rows = counts if self.algorithm == "triton" else counts.tolist()
             y = self._product(x[order // count], first, b1, rows)
             y = self._product(self._activated(y), "down_proj", b2, rows)
         y = y * weights.reshape(-1, 1)[order]
