@@ -1,7 +1,5 @@
 """Fixtures shared by all tests."""
 
-from __future__ import annotations
-
 import os
 
 # OpenMP reads this when torch is imported. By default its threads spin while they wait, on cores

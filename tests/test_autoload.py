@@ -1,7 +1,5 @@
 """torch finds the backend by the entry point of an installed package, without an import."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

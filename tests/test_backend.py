@@ -1,7 +1,5 @@
 """Loading the extension: build information, and errors that name the remedy."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The backend of torch.distributed: comparison with Gloo, ends of groups, and errors."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import gc

@@ -1,7 +1,5 @@
 """The backend of torch.distributed: strided tensors, reductions, coalesced and different calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """DDP, DTensor, FSDP and functional collectives over the backend of torch.distributed."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

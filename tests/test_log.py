@@ -1,8 +1,6 @@
 """The package is silent unless ``PIPEKERNELS_LOG`` asks for messages, or the program's own logging
 does; what is logged is logged once."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """The quick tests start no process; every test is in one level."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

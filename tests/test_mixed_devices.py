@@ -5,8 +5,6 @@ tests, ``fake``, whose collectives do nothing. What is tested is who is called, 
 the groups; no test needs a GPU.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path

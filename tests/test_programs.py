@@ -1,7 +1,5 @@
 """Processes of :mod:`support.programs` are what torchrun's are, and none outlives a failure."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

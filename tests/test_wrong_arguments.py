@@ -1,7 +1,5 @@
 """Arguments of wrong types and values are refused by name, not by what they break."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

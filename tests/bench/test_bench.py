@@ -1,7 +1,5 @@
 """The benchmarks' harness: ranks, turns, measurements, and checks of values."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """The benchmark of DDP compares losses with those of one process before it times."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """`make gpu-check` on the CPU: steps, tests in processes, and the whole."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

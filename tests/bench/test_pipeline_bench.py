@@ -1,7 +1,5 @@
 """The benchmarks of pipes: checks of gradients, memory, recorded steps, and plots."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

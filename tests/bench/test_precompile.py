@@ -1,7 +1,5 @@
 """Kernels compiled before the tuner runs are the ones that it launches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Benchmarks as tests: what is measured when, what fails, what is kept, and what is printed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

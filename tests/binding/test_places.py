@@ -1,7 +1,5 @@
 """Where ranks run, on made-up hosts: sockets, memory nodes, hardware threads, limits."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

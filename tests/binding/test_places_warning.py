@@ -1,7 +1,5 @@
 """Warnings of ranks that share cores or float over memory nodes, on made-up hosts."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

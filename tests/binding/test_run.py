@@ -1,7 +1,5 @@
 """``pipekernels run`` binds ranks, sets their threads, and passes everything else to torchrun."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

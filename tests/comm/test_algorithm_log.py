@@ -1,7 +1,5 @@
 """The algorithm that an all-reduce takes is logged once for each dtype and size class."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Collectives compared with ``pipekernels.reference``: bits, dtypes, layouts, memory, errors."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Collectives on CUDA: set-up, streams, graphs, failures on the device, gates, memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """Reductions of all dtypes and exchanges, against numbers computed by Python."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ranks that call different collectives, or are late, killed, stopped or interrupted."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -1,7 +1,5 @@
 """The differentiable collectives: values, gradients by both conventions, compilation, errors."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What ``pipekernels tune`` measures for ``algorithm="auto"``: its file, the ranks' agreement, the
 measurements."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -242,10 +240,10 @@ def test_every_number_of_ranks_measures_in_turn(monkeypatch: pytest.MonkeyPatch)
             self.rank, self.sizes = rank, sizes
             self.world_size = 0
 
-        def join(self, *arguments: object, **options: object) -> Everyone:
+        def join(self, *arguments: object, **options: object) -> "Everyone":
             return self
 
-        def split(self, color: int | None) -> Everyone | None:
+        def split(self, color: int | None) -> "Everyone | None":
             self.world_size = self.sizes.pop(0)
             return self if color == 0 else None
 

@@ -1,7 +1,5 @@
 """What torch.profiler shows of collectives."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Splitting communicators, many of them at once, and every start method of processes."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -1,7 +1,5 @@
 """Sums in tree order: how they are added, and that they do not depend on the number of ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.devices import on

@@ -1,7 +1,5 @@
 """The extension's functions refuse bad arguments and do not crash."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The build: where it finds tools, stale folders, CUDA or not, failures, source distributions."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

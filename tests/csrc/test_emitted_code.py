@@ -1,7 +1,5 @@
 """Rules on the machine code of the CUDA kernels. No GPU is needed, but a CUDA toolkit is."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report on CUDA kernels: their resources, and the time that compilers take."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

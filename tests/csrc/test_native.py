@@ -3,8 +3,6 @@
 They run when csrc differs from what has last passed in this checkout.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The checker of csrc/model/ptx, and that its programs are made of the instructions of the code."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

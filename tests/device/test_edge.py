@@ -1,7 +1,5 @@
 """Edges: who holds which memory until when, on recorded streams."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Naming a CUDA device that torch cannot use raises an error with the remedy, changing nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LoRA adapters of peft in sharded models."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention with sinks, a parameter for each head, in float64 against one process."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans derived from small copies of models that carry none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

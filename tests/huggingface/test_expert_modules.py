@@ -1,7 +1,5 @@
 """Experts that are modules of linear layers, as models outside transformers have them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

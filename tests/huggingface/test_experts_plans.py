@@ -1,7 +1,5 @@
 """Mixtures of experts of transformers: plans, loading, saving, and what plan_for says of them."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

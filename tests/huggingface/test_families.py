@@ -1,7 +1,5 @@
 """All families of transformers, as docs/families.md lists them: see ``support.sweeps.families``."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")

@@ -1,7 +1,5 @@
 """Tokens that sharded models of transformers generate."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

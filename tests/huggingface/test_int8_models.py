@@ -1,7 +1,5 @@
 """Sharded models of transformers with weights of int8 generate as their dequantized weights do."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Folders of safetensors files, read shard by shard and written again."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

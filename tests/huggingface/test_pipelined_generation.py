@@ -1,7 +1,5 @@
 """Text generation with the stages of a model busy on different sequences."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

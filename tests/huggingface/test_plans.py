@@ -1,7 +1,5 @@
 """What "auto" does where a carried plan is partial, or where the model needs more than a plan."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Ways to train a sharded model of transformers, each beside the model on one process."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

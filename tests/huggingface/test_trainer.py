@@ -1,7 +1,5 @@
 """transformers' Trainer and accelerate with sharded models, beside one process without shards."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models of transformers, sharded by the plans that they carry."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from pathlib import Path

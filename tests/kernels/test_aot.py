@@ -4,8 +4,6 @@ In the gate each configuration in one of its variants, with the installed Triton
 in all of them, and each once with the oldest Triton that is supported, where `make` has put it.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """The configurations of the sharded GEMM for a product."""
 
-from __future__ import annotations
-
 from math import ceil
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The rules on emitted code find what they are for."""
 
-from __future__ import annotations
-
 from support.kernels.emitted_code import early_uses, overlaps_steps, parse_ptx, parse_sass
 
 PRODUCT = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1,%f2}, %rd1, %rd2, 1, 1, 1;"

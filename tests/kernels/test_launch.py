@@ -1,7 +1,5 @@
 """What the launcher hands to the kernel."""
 
-from __future__ import annotations
-
 import weakref
 from types import SimpleNamespace
 from typing import Any

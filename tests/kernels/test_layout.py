@@ -1,7 +1,5 @@
 """Memory layouts of operands."""
 
-from __future__ import annotations
-
 import torch
 
 from pipekernels.kernels.layout import layout_of

@@ -1,7 +1,5 @@
 """Tables of measured products: shape classes and files."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Why a product on a GPU is left to the vendor's library is logged, once."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Measurements of the sharded GEMM, compared with the vendor's library."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

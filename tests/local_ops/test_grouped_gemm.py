@@ -1,7 +1,5 @@
 """Products of groups; their values are tested in tests/support/kernels/interpreted_groups.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.experts import Experts

@@ -3,8 +3,6 @@
 Results are exact copies for all shapes, strides and dtypes; casts equal those of ``Tensor.to``.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors of splitting into micro-batches and concatenating them."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``p2p_copy``: values, gradients, and when source and result may be overwritten."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Sharded layers compute parts of what the full layers do, with the same bits if these hold.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """``sharded_gemm``: values, gradients, compilation, and the choice of the algorithm."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import importlib.util

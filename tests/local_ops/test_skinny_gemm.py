@@ -1,7 +1,5 @@
 """Products of a few rows on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.ranks import run_threads

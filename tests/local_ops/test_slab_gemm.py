@@ -1,7 +1,5 @@
 """Products by slabs; their values are tested in tests/support/interpreted_slabs.py."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Forward-mode derivatives and ``torch.func`` over operations and pipes: correct, or an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

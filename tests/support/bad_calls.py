@@ -5,8 +5,6 @@ that is wrongly accepted may crash. The name of each case is printed first, so t
 the crash.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Runs ranks on a device; on CUDA each in a stream of its own, synchronized at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Bounds on rounding errors."""
 
-from __future__ import annotations
-
 
 def gamma(terms: int, unit: float) -> float:
     """Relative error bound of a sum of products with ``terms`` roundings (Higham, 2002, 3.1)."""

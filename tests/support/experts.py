@@ -1,7 +1,5 @@
 """A module of experts whose weights are stacked, as transformers' are."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """A layer whose forward is a given function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ script, this module interrupts passes by real signals at random times: ``cd test
 support.interrupts COUNT [SEED]``.
 """
 
-from __future__ import annotations
-
 import dis
 import gc
 import random

@@ -1,7 +1,5 @@
 """Which cases of a parametrized test the gate runs; the others have the marker ``full``."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any

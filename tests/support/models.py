@@ -1,7 +1,5 @@
 """Small models of transformers with random weights, in float64."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Pipes whose default ``execution`` the fixtures ``execution`` and ``place`` set."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers whose duration is simulated, so that profiles do not depend on the machine; all cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
 from typing import Any
@@ -20,7 +18,7 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def __deepcopy__(self, memo: Any) -> Clock:
+    def __deepcopy__(self, memo: Any) -> "Clock":
         return self
 
 

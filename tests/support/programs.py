@@ -5,8 +5,6 @@ takes longer than most of the programs themselves. A forked process has it. It d
 one in that handlers of :mod:`atexit` do not run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import runpy

@@ -5,8 +5,6 @@ call is printed first, so the last line names one that crashes. Addresses are va
 check them.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -4,8 +4,6 @@ Processes are forked from a server that has imported torch, and transformers whe
 so that a new one takes some 50 ms. The server has not initialized CUDA, so its children can.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Layers with a skip connection between them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

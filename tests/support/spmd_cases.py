@@ -1,7 +1,5 @@
 """Meshes, stages and comparisons for tests of the pipeline over a mesh dimension, on every rank."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ REPORT is what pytest writes with ``--junit-xml``. A test's seconds are those of
 call and teardown, which includes waiting for processes that the test started.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

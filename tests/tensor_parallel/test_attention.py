@@ -1,7 +1,5 @@
 """torch's own transformer layers, with their heads sharded."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint of sharded models, on other numbers of ranks and without shards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Clipping by the norm of the full model's gradients."""
 
-from __future__ import annotations
-
 import copy
 from math import inf
 

@@ -1,7 +1,5 @@
 """DistributedDataParallel around models with sharded layers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.ranks import run_processes

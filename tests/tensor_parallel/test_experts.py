@@ -1,7 +1,5 @@
 """Experts on several ranks: outputs, gradients and parameters equal those of the full module."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

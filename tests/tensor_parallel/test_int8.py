@@ -1,7 +1,5 @@
 """Weights of int8: outputs within the error model, states, conversions and refusals."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -217,7 +215,7 @@ class TorchaoWeight(Tensor):
     ``tensor_impl.int_data`` and ``.scale``, or ``int_data`` and ``scale`` themselves."""
 
     @staticmethod
-    def of(weight: Tensor, *, nested: bool) -> TorchaoWeight:
+    def of(weight: Tensor, *, nested: bool) -> "TorchaoWeight":
         result = Tensor._make_subclass(TorchaoWeight, torch.zeros_like(weight))
         parts: Any = nn.Module() if nested else result
         parts.scale = scale_of(weight)

@@ -1,7 +1,5 @@
 """Layers and models whose bits do not depend on the number of ranks."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Row- and column-parallel linear layers compared with nn.Linear: values and gradients."""
 
-from __future__ import annotations
-
 import copy
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Row- and column-parallel linear layers as modules: initialisation, state, copies, errors."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial

@@ -1,7 +1,5 @@
 """Which products are overlapped with their all-reduce: measurements, their file, the choice."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable
@@ -129,7 +127,7 @@ class Clock:
         self.now += 2.0 if op == "sum" else 0.0
         return tensor
 
-    def overlapped(self, a: Tensor, b: Tensor, out: Tensor, comm: Clock, chosen: Chosen) -> None:
+    def overlapped(self, a: Tensor, b: Tensor, out: Tensor, comm: "Clock", chosen: Chosen) -> None:
         assert (chosen.config, comm, out.shape) == (CONFIG, self, (len(a), len(b)))
         self.now += self.times[chosen.reducing_blocks]
 

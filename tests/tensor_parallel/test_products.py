@@ -1,7 +1,5 @@
 """How row-parallel products are called: by which algorithm, through how many functions."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

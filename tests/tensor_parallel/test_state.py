@@ -1,7 +1,5 @@
 """Full state of models and optimizers: gathered from the ranks, loaded with any world size."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

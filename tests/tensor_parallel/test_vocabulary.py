@@ -1,7 +1,5 @@
 """Embeddings, output heads and losses over a sharded vocabulary; shards that several ranks hold."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CUDA tensors over several hosts: the backend over a process group, here Gloo, on CPU tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

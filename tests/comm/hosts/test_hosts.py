@@ -1,7 +1,5 @@
 """Communicators over several hosts; the hosts are processes with different PIPEKERNELS_HOST_IDs."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -1,7 +1,5 @@
 """How ranks join: validation of messages, who may receive the shared memory, and timeouts."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

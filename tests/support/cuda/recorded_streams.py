@@ -15,8 +15,6 @@ thread give the *happens-before* order that events establish. A :class:`Race` is
 * an operation mixes devices, or the thread reads a value that is on a device.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -47,7 +45,7 @@ class Race(AssertionError):
 class Agent:
     """A sequence of operations: a stream, or the calling thread."""
 
-    def __init__(self, machine: Machine, device: torch.device, name: str) -> None:
+    def __init__(self, machine: "Machine", device: torch.device, name: str) -> None:
         self.machine = machine
         self.device = device
         self.name = name
@@ -68,7 +66,7 @@ class Agent:
         time = self.clock[self] = self.clock.get(self, 0) + 1
         return time
 
-    def record_event(self) -> Point:
+    def record_event(self) -> "Point":
         self.follow(self.machine.host.clock)
         return Point(self.machine, dict(self.clock))
 
@@ -80,7 +78,7 @@ class Agent:
 class Point:
     """A recorded event."""
 
-    def __init__(self, machine: Machine, clock: Clock) -> None:
+    def __init__(self, machine: "Machine", clock: Clock) -> None:
         self.machine = machine
         self.clock = clock
 

@@ -1,7 +1,5 @@
 """The CUDA kernels as machine code and PTX, from what `make cuda-check` has compiled."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

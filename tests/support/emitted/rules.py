@@ -5,8 +5,6 @@ code (SASS) orders others by what stands next to it: a release by a fence before
 the invalidation of the L1 cache behind it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container
 

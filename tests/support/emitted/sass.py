@@ -1,7 +1,5 @@
 """Reads what nvdisasm prints: the instructions of each kernel, where they branch to, and loops."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator

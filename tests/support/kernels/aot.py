@@ -3,8 +3,6 @@
 What was compiled is kept in ``build/aot``, by a hash of all that it depends on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gzip

@@ -1,7 +1,5 @@
 """Rules on the PTX and the SASS of kernels that use Hopper's asynchronous products (wgmma)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import NamedTuple

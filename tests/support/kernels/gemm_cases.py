@@ -1,7 +1,5 @@
 """Operands, an error bound and a table of measurements for tests of the sharded GEMM."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from typing import Any, NamedTuple
@@ -62,7 +60,7 @@ class Case(NamedTuple):
     def make(
         cls, dtype: torch.dtype, device: torch.device, m: int, n: int, k: int,
         *, out_dtype: torch.dtype | None = None, layout: str = "forward",
-    ) -> Case:  # fmt: skip
+    ) -> "Case":  # fmt: skip
         torch.manual_seed(0)
         make = functools.partial(torch.randn, device=device)
         x, weight = operands(layout, m, n, k, dtype, make)

@@ -5,8 +5,6 @@ interpreter computes bfloat16 incorrectly, so the dtypes are float32, float16, a
 converts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections import Counter
@@ -347,7 +345,7 @@ class FakeStream:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def wait_stream(self, other: FakeStream) -> None:
+    def wait_stream(self, other: "FakeStream") -> None:
         pass
 
 

@@ -3,8 +3,6 @@
 The interpreter computes bfloat16 incorrectly, so the dtypes are float32 and float16.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -5,8 +5,6 @@ of blocks are numpy's, whose bits depend on where in a block an element lies. Te
 terms of all elements in one order, and so do the products that stand in for them here.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Runs a file of tests in Triton's interpreter, in a process of its own: TRITON_INTERPRET must be
 set when kernels are defined."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

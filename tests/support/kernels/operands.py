@@ -1,7 +1,5 @@
 """Operands of ``A B^T`` in the memory layouts of a linear layer's three products."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Random collectives, checked bit by bit, of ranks that make the same calls, or different ones."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random
@@ -49,7 +47,7 @@ class Call:
     algorithm: str = "auto"
 
     @classmethod
-    def draw(cls, seed: int, world_size: int, elements: int = ELEMENTS) -> Call:
+    def draw(cls, seed: int, world_size: int, elements: int = ELEMENTS) -> "Call":
         """The call of this seed; tensors of up to ``elements`` elements, mostly small ones."""
         generator = random.Random(seed)
         operation = generator.choice(

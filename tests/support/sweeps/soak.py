@@ -4,8 +4,6 @@ Ten thousand sums, a thousand different calls, a thousand kills and some stops; 
 saves it as a result file if nothing was left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """``tensor_parallelize``: whole models, sharded by the names of their layers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

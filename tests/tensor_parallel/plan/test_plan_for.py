@@ -1,7 +1,5 @@
 """The plan as a table."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.ranks import run_threads

@@ -1,7 +1,5 @@
 """Parameters with an element for each head: every rank's forward sees those of its own heads."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
