@@ -39,14 +39,14 @@ MARKERS_OF_PROCESSES = ("processes", "native", "compile", "project", "cuda")
 FILES_OF_ONE_WORKER = ("test_native", "test_aot", "test_emitted_code")
 
 
-def _why_no_cuda() -> str | None:
+def _cuda_device() -> torch.device:
     if not _backend.has_cuda():
-        return "the extension was built without CUDA"
+        pytest.skip("the extension was built without CUDA")
     if not torch.backends.cuda.is_built():
-        return f"torch {torch.__version__} was built without CUDA"
+        pytest.skip(f"torch {torch.__version__} was built without CUDA")
     if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    return None
+        pytest.skip("there is no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -105,12 +105,7 @@ def _no_process_without_a_marker(request: pytest.FixtureRequest) -> Iterator[Non
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The CPU, then CUDA; skips with the reason where CUDA is not available."""
-    if request.param != "cuda":
-        return torch.device(request.param)
-    reason = _why_no_cuda()
-    if reason is not None:
-        pytest.skip(reason)
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(request.param) if request.param != "cuda" else _cuda_device()
 
 
 @pytest.fixture
@@ -170,10 +165,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
     if request.param != "cuda":
         monkeypatch.setattr(pipes, "execution", request.param)
         return torch.device("cpu")
-    reason = _why_no_cuda()
-    if reason is not None:
-        pytest.skip(reason)
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = _cuda_device()
     torch.set_default_device(device)
     request.addfinalizer(lambda: torch.set_default_device(None))
     return device

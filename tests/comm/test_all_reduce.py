@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.devices import on
 from support.levels import in_gate
-from support.ranks import run_processes, run_threads
+from support.ranks import on, run_processes, run_threads
 from support.sweeps.collectives import Call, make, place, same_bits
 from torch import Tensor
 

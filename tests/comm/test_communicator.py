@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.devices import on, own_stream
-from support.ranks import leakable_resources, on_ranks, run_processes, run_threads
+from support.ranks import leakable_resources, on, on_ranks, own_stream, run_processes, run_threads
 
 from pipekernels import CollectiveBarrier, Communicator, PeerError, _backend
 from pipekernels.comm.join import bootstrap

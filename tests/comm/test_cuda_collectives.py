@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import on, own_stream
-from support.ranks import on_ranks, run_processes, run_threads
+from support.ranks import on, on_ranks, own_stream, run_processes, run_threads
 from torch import Tensor
 
 from pipekernels import Communicator, PeerError, _backend, ops

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.devices import on
-from support.ranks import leakable_resources, on_ranks, run_processes, run_threads
+from support.ranks import leakable_resources, on, on_ranks, run_processes, run_threads
 
 from pipekernels import Communicator, PeerError
 

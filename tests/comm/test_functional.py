@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.devices import on
-from support.ranks import run_processes, run_threads
+from support.ranks import on, run_processes, run_threads
 from torch import Tensor, nn
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, ops, reference

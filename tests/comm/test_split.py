@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.devices import on, own_stream
-from support.ranks import leakable_resources, leaves_the_group, on_ranks, run_processes, run_threads
+from support.ranks import (
+    leakable_resources,
+    leaves_the_group,
+    on,
+    on_ranks,
+    own_stream,
+    run_processes,
+    run_threads,
+)
 
 from pipekernels import Communicator, PeerError
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from support.devices import on
-from support.ranks import run_threads
+from support.ranks import on, run_threads
 from torch import Tensor
 
 from pipekernels import Communicator, ops, reference

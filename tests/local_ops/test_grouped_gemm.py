@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.experts import Experts
+from support.kernels.experts import Experts
 from support.kernels.interpreter import run_interpreted
 
 from pipekernels import Communicator

@@ -79,7 +79,7 @@ def micro_batches(native: Any) -> list[Case]:
     meta = torch.zeros(0, 3, device="meta")
     odd = torch.zeros(4, 3, dtype=torch.int16)
     bytes_ = odd.to(torch.uint8)
-    negative = torch.zeros(2, 3, dtype=torch.float16)
+    other, most = [half.half(), half.double()], "more than 9223372036854775807"
     one = "all tensors must be on one device"
     cases: list[Case] = [
         ("dim -1", copy(True, [x], [x], -1), ValueError, "dim must be in 0..1, got -1"),
@@ -97,34 +97,21 @@ def micro_batches(native: Any) -> list[Case]:
         ("None as a whole", copy(True, [None], [x]), TypeError, "a tensor, got NoneType"),
         ("None as a part", copy(True, [x], [half, None]), TypeError, "a tensor, got NoneType"),
         ("int as a part", copy(False, [x], [half, 5]), TypeError, "a tensor, got int"),
-        ("a part too many", copy(True, [x, x], [half, half, half]), ValueError, "3 micro-batch"),
-        ("larger", copy(True, [x], [torch.zeros(5, 3)]), ValueError, "hold 5 entries"),
+        ("a part too many", copy(True, [x, x], [half] * 3), ValueError, "3 micro-batch tensors"),
+        ("larger", copy(True, [x], [torch.zeros(5, 3)]), ValueError, "5 entries, the tensor has 4"),
         ("wider", copy(True, [x], [torch.zeros(4, 9)]), ValueError, "shape (4, 9), which must be"),
         ("narrower", copy(True, [x], [torch.zeros(4, 1)]), ValueError, "of its whole, (4, 3)"),
         ("narrow", copy(False, [x], [half, half[:, :1]]), ValueError, "a tensor of micro-batch 1"),
         ("of more dimensions", copy(True, [x], [x[None]]), ValueError, "has shape (1, 4, 3)"),
         ("of fewer", copy(True, [x], [x[0]]), ValueError, "has shape (3,)"),
         ("uneven", copy(True, [x, x], [half, x]), ValueError, "micro-batch 0 differ in their size"),
-        (
-            "sizes that overflow",
-            copy(False, [torch.zeros(0)], [endless] * 4),
-            ValueError,
-            "more than 9223372036854775807 entries",
-        ),
-        (
-            "bytes that overflow",
-            copy(True, [endless], [endless]),
-            ValueError,
-            "more than 9223372036854775807 bytes",
-        ),
+        ("entries overflow", copy(False, [x[:0, 0]], [endless] * 4), ValueError, f"{most} entries"),
+        ("bytes overflow", copy(True, [endless], [endless]), ValueError, f"{most} bytes"),
         ("items of other sizes", copy(True, [odd], [bytes_]), ValueError, "may differ in dtype"),
         ("into other items", copy(False, [odd], [bytes_]), ValueError, "may differ in dtype"),
-        (
-            "parts of several dtypes",
-            copy(False, [x], [negative, half.double()]),
-            ValueError,
-            "micro-batch 1 differs in dtype",
-        ),
+        ("into integers", copy(True, [x], [x.int()]), ValueError, "to int32; both must be"),
+        ("into bools", copy(True, [x], [x.bool()]), ValueError, "in dtype only if both"),
+        ("several dtypes", copy(False, [x], other), ValueError, "micro-batch 1 differs in dtype"),
         ("no CPU", copy(True, [meta], [meta]), ValueError, f"{one}, the CPU, got one on meta"),
         ("one on no CPU", copy(False, [x], [x, meta]), ValueError, "got one on meta"),
     ]
@@ -153,6 +140,7 @@ def communicators(native: Any) -> list[Case]:
         ("peer error 5", lambda: native.set_peer_error(5), TypeError, "incompatible"),
         ("peer error int", lambda: native.set_peer_error(int), TypeError, "class of exceptions"),
         ("pidfd -1", lambda: native.open_pidfd(-1), RuntimeError, "cannot watch process -1"),
+        ("pidfd -1, why", lambda: native.open_pidfd(-1), RuntimeError, "Invalid argument"),
         ("pidfd 0", lambda: native.open_pidfd(0), RuntimeError, "cannot watch process 0"),
         ("pidfd None", lambda: native.open_pidfd(None), TypeError, "incompatible"),
         ("create for None", lambda: create(None), TypeError, "incompatible"),
@@ -203,7 +191,7 @@ def cuda_collectives(native: Any) -> list[Case]:
     comm = native.CudaCommunicator(core, torch.cuda.current_device(), 1 << 20)
     data = torch.zeros(1024, device="cuda").data_ptr  # Keeps the tensor.
     stream = torch.cuda.current_stream().cuda_stream
-    gates = (data(), 1, 16)
+    gates, most = (data(), 1, 16), f"symmetric_bytes must be at most {1 << 56}"
 
     def when_ready(*arguments: Any) -> Any:
         return lambda: comm.all_reduce_when_ready(data(), 8, *arguments, 0, stream, True)
@@ -211,12 +199,7 @@ def cuda_collectives(native: Any) -> list[Case]:
     return [
         *cases_of_collectives(comm, data, (stream, True)),
         ("no core", lambda: native.CudaCommunicator(None, 0, 0), TypeError, "incompatible"),
-        (
-            "symmetric_bytes",
-            lambda: native.CudaCommunicator(core, 0, HUGE),
-            ValueError,
-            f"symmetric_bytes must be at most {1 << 56}",
-        ),
+        ("bytes", lambda: native.CudaCommunicator(core, 0, HUGE), ValueError, most),
         ("0 blocks", when_ready(FLOAT32, 0, gates, 0), ValueError, "blocks must be in 1.."),
         ("null gates", when_ready(FLOAT32, 0, (0, 1, 16), 1), ValueError, "gates must be"),
         ("empty gates", when_ready(FLOAT32, 0, (data(), 1, 0), 1), ValueError, "gates must be"),
@@ -258,52 +241,27 @@ def cases_of_collectives(
         for name, call in calls.items()
         for what, error, message, arguments in bad
     ]
+    x = (data, 8, FLOAT32)
     for code in (-(1 << 31), -1, 6, 256, 2**31 - 1):
         reduction = f"reduction must be in 0..5, got {code}"
-        cases += [
-            (
-                f"all_reduce: reduction {code}",
-                lambda code=code: comm.all_reduce(data, 8, FLOAT32, code, 0, *shape),
-                ValueError,
-                reduction,
-            ),
-            (
-                f"all_reduce: algorithm {code}",
-                lambda code=code: comm.all_reduce(data, 8, FLOAT32, 0, code, *shape),
-                ValueError,
-                f"algorithm must be in 0..3, got {code}",
-            ),
-            (
-                f"reduce_scatter: reduction {code}",
-                lambda code=code: comm.reduce_scatter(data, data, 8, FLOAT32, code, *shape),
-                ValueError,
-                reduction,
-            ),
-            (
-                f"broadcast: root {code}",
-                lambda code=code: comm.broadcast(data, 8, FLOAT32, code, *shape),
-                ValueError,
-                f"got {code}",
-            ),
-        ]
+        algorithm = f"algorithm must be in 0..3, got {code}"
+        for name, method, arguments, message in (
+            ("all_reduce: reduction", comm.all_reduce, (*x, code, 0), reduction),
+            ("all_reduce: algorithm", comm.all_reduce, (*x, 0, code), algorithm),
+            ("reduce_scatter: reduction", comm.reduce_scatter, (data, *x, code), reduction),
+            ("broadcast: root", comm.broadcast, (*x, code), f"got {code}"),
+        ):
+            call = functools.partial(method, *arguments, *shape)
+            cases.append((f"{name} {code}", call, ValueError, message))
     for digest, error in ((1 << 22, ValueError), (2**32 - 1, ValueError), (-1, TypeError)):
-        call = functools.partial(comm.broadcast, data, 8, FLOAT32, 0, digest, *caller)
+        call = functools.partial(comm.broadcast, *x, 0, digest, *caller)
         cases.append((f"broadcast: shape {digest}", call, error, ""))
-    cases += [
-        (
-            "all_reduce of bytes",
-            lambda: comm.all_reduce(data, 8, UINT8, 0, 0, *shape),
-            ValueError,
-            "cannot reduce uint8",
-        ),
-        (
-            "all_reduce: average of int64",
-            lambda: comm.all_reduce(data, 8, INT64, 1, 0, *shape),
-            ValueError,
-            "not an integer",
-        ),
+    reduce = functools.partial(comm.all_reduce, data, 8)
+    return [
+        *cases,
+        ("bytes", lambda: reduce(UINT8, 0, 0, *shape), ValueError, "cannot reduce uint8"),
+        ("average of int64", lambda: reduce(INT64, 1, 0, *shape), ValueError, "not an integer"),
     ]
-    return cases
 
 
 GROUPS = {

@@ -9,20 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
+from support.checks import full_gradients
 from support.ranks import run_threads
 
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 61,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 GROUPED = SIZES | {"num_key_value_heads": 2}
 DECODERS = {
     "Llama": transformers.LlamaConfig(**GROUPED),
@@ -64,20 +59,11 @@ ENCODERS = {
     "T5, gated": transformers.T5Config(**T5, feed_forward_proj="gated-gelu"),
     "ViT": transformers.ViTConfig(**SIZES, image_size=8, patch_size=4),
     "Whisper": transformers.WhisperConfig(
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        vocab_size=61,
-        num_mel_bins=4,
-        max_source_positions=8,
-        pad_token_id=0,
-        decoder_start_token_id=1,
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=61,
+        num_mel_bins=4, max_source_positions=8, pad_token_id=0, decoder_start_token_id=1,
     ),
-}
+}  # fmt: skip
 # What plans leave out, or models need beside a plan; by class and fields of the configuration.
 SPECIAL = {
     "Apertus": ("Apertus", GROUPED),  # Norms of heads, a trained activation.
@@ -119,6 +105,10 @@ INPUTS = {
 INPUTS["T5, gated"] = INPUTS["T5Gemma"] = INPUTS["T5"]
 
 
+def inputs_of(name: str) -> dict[str, Tensor]:
+    return INPUTS.get(name, lambda: {"input_ids": tokens(2, 9)})()
+
+
 def config_of(name: str, **fields: Any) -> Any:
     kind = getattr(transformers, f"{name}Config", None)
     if kind is None:
@@ -145,6 +135,23 @@ def model_of(name: str) -> nn.Module:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+def outputs_and_gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """The logits, and the gradients of the full parameters, which they replace."""
+    output = model(input_ids=ids).logits
+    output.square().mean().backward()
+    return {"output": output.detach(), **full_gradients(model)}
+
+
+def assert_close_to_largest(
+    found: dict[str, Tensor], expected: dict[str, Tensor], bound: float
+) -> None:
+    """Errors are at most ``bound``, relative to the largest element of a tensor."""
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        largest = value.abs().max().clamp_min(1e-3)
+        assert (found[key] - value).abs().max() / largest <= bound, key
 
 
 def run_sharded(

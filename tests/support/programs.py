@@ -1,4 +1,4 @@
-"""Runs Python programs in processes that :mod:`support.ranks`' server forks.
+"""Runs commands, and Python programs in processes that :mod:`support.ranks`' server forks.
 
 A program that is started by torchrun imports torch once for the agent and once for each rank, which
 takes longer than most of the programs themselves. A forked process has it. It differs from a fresh
@@ -9,11 +9,13 @@ import contextlib
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,22 @@ import torch.distributed as dist
 from support.ranks import context_of
 
 OF_TESTS = {str(Path(__file__).parents[level]) for level in (1, 2)}
+
+
+def run(
+    *command: str | Path, code: int | None = 0, timeout: float | None = 100, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Fails with what the command prints unless it ends with ``code``, if that is not None."""
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=timeout, **options
+    )
+    assert code in (None, done.returncode), f"{command}: {done.stdout}{done.stderr}"
+    return done
+
+
+def python(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """As :func:`run`, by this Python."""
+    return run(sys.executable, *arguments, **options)
 
 
 def run_program(
@@ -78,11 +96,9 @@ def run_program(
 def _set_by_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     """The variables that torch and the programs read; the store at ``port`` is the agent's."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
         "GROUP_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
@@ -108,9 +124,7 @@ def _run(
     if "OMP_NUM_THREADS" in environment:  # OpenMP has read it when torch was imported.
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = [path, *arguments]
-    sys.path = [
-        str(Path(path).parent),
-        *[p for p in sys.path if os.path.abspath(p) not in OF_TESTS],
-    ]
+    others = [each for each in sys.path if os.path.abspath(each) not in OF_TESTS]
+    sys.path = [str(Path(path).parent), *others]
     os.chdir(folder)
     runpy.run_path(path, run_name="__main__")

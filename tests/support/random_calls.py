@@ -170,40 +170,29 @@ def make_communicators(native: Any) -> Counter[str]:
     segment = native.Segment(fd, 3)
     (alone,) = threads(native, 1)
     x, y = torch.zeros(3), torch.ones(3)
-    kinds: list[tuple[Callable[..., Any], Callable[[], list[Any]]]] = [
-        (
-            lambda *arguments: os.close(native.Segment.create(*arguments)),
-            lambda: [draw(rng, 1, 3), draw(rng, 0, 4096)],
-        ),
-        (native.Segment, lambda: [rng.choice([fd, fd, -1, None]), draw(rng, 3)]),
-        (
-            native.Communicator,
-            lambda: [
-                draw(rng, segment),
-                draw(rng, 0, 1, 2),
-                draw(rng, [], [-1] * 3, [-1] * rng.randrange(5), [None]),
-                draw(rng, 1.0, 30),
-            ],
-        ),
-        (alone.allocate, lambda: [draw(rng, 0, 100)]),
-        (
-            alone.all_reduce_tensor,
-            lambda: [
-                draw(rng, x),
-                draw(rng, "sum", "max"),
-                draw(rng, "auto", "ring"),
-                draw(rng, "rank", "tree"),
-            ],
-        ),
-        (alone.all_reduce_flat, lambda: [draw(rng, x), draw(rng, "sum", "max")]),
-        (alone.reduce_scatter_flat, lambda: [draw(rng, x), draw(rng, y), draw(rng, "sum")]),
-        (alone.all_gather_flat, lambda: [draw(rng, x), draw(rng, y)]),
-        (alone.broadcast_flat, lambda: [draw(rng, x), draw(rng, 0, 1, -1, 1 << 70)]),
+
+    def create(*arguments: Any) -> None:
+        os.close(native.Segment.create(*arguments))
+
+    def map_segment(world_size: Any) -> None:
+        native.Segment(rng.choice([fd, fd, -1, None]), world_size)  # Of no other file.
+
+    pidfds = ([], [-1] * 2, [-1] * 3, [-1] * 4, [None])
+    kinds: list[tuple[Any, ...]] = [  # A call, and for each of its arguments what is likely.
+        (create, (1, 3), (0, 4096)),
+        (map_segment, (3,)),
+        (native.Communicator, (segment,), (0, 1, 2), pidfds, (1.0, 30)),
+        (alone.allocate, (0, 100)),
+        (alone.all_reduce_tensor, (x,), ("sum", "max"), ("auto", "ring"), ("rank", "tree")),
+        (alone.all_reduce_flat, (x,), ("sum", "max")),
+        (alone.reduce_scatter_flat, (x,), (y,), ("sum",)),
+        (alone.all_gather_flat, (x,), (y,)),
+        (alone.broadcast_flat, (x,), (0, 1, -1, 1 << 70)),
     ]
     counts = Counter[str]()
     for i in range(1000):
-        call, arguments = rng.choice(kinds)
-        drawn = arguments()
+        call, *likely = rng.choice(kinds)
+        drawn = [draw(rng, *values) for values in likely]
         print(f"{i}: {call} {drawn}", flush=True)
         result = outcome(functools.partial(call, *drawn), (TypeError, ValueError, RuntimeError))
         counts[result] += 1

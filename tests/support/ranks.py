@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 from pipekernels import Communicator, PeerError
-from support.devices import on
 
 leaves_the_group = pytest.mark.skipif(
     torch.__version__.startswith("2.6."),
@@ -67,17 +66,15 @@ def run_threads(
     results: list[Any] = [None] * world_size
     errors: list[BaseException] = []
 
-    def run(rank: int) -> None:
+    def run(member: Communicator) -> None:
         torch.get_num_threads()  # A new thread ignores the number that is set until it asks for it.
         try:
-            with communicators[rank] as communicator:
-                results[rank] = body(communicator)
+            with member:
+                results[member.rank] = body(member)
         except BaseException as error:  # noqa: BLE001
             errors.append(error)
 
-    threads = [
-        threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)
-    ]
+    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in communicators]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + limit
@@ -220,6 +217,50 @@ def _collect(receivers: list[Connection], deadline: float) -> list[tuple[Any, An
     return [answers.get(receiver) for receiver in receivers]
 
 
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Make a new stream current in this thread; does nothing for the CPU.
+
+    On CUDA, backwards also run on the calling thread. All ranks of a device would otherwise share
+    autograd's one thread for it, and could deadlock: one rank's backward waits for a peer's, which
+    that thread runs only afterwards.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    with (
+        torch.cuda.stream(torch.cuda.Stream(device)),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        yield
+
+
+def on(device: torch.device, body: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """A function that a rank on ``device`` calls: ``body(communicator, *args, *further
+    arguments)``.
+
+    It raises if the communicator has failed on the device. It can be pickled if ``body`` can.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # Tensors made for ``body`` are then ready in every stream.
+    return functools.partial(_run, device, body, args)
+
+
+def _run(
+    device: torch.device,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    communicator: Communicator,
+    *more: Any,
+) -> Any:
+    with own_stream(device):
+        result = body(communicator, *args, *more)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+            communicator.synchronize()  # Raises errors of the device.
+    return result
+
+
 def body_of(module: str, name: str, *args: Any) -> Any:
     """Run the body of a test that :func:`in_group` or :func:`on_ranks` has made."""
     return getattr(importlib.import_module(module), name).body(*args)
@@ -230,48 +271,52 @@ def picklable(body: Callable[..., Any]) -> Callable[..., Any]:
     return functools.partial(body_of, body.__module__, body.__name__)
 
 
-def as_test(test: Any, body: Callable[..., Any]) -> Callable[..., None]:
-    """``test``, to stand in the place of ``body``."""
-    test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
-    test.body = body
-    made: Callable[..., None] = test
+def as_test(start: Callable[..., object], body: Callable[..., Any], fixture: str = "") -> Any:
+    """A test in the place of ``body``, with the parameters that ``body`` has behind the first one.
+
+    It calls ``start`` with the values of ``fixture``, if that is named, and of these.
+    """
+    names = [fixture] * bool(fixture) + list(inspect.signature(body).parameters)[1:]
+
+    def test(**values: Any) -> None:
+        start(*(values[name] for name in names))
+
+    made: Any = test
+    made.__name__, made.__doc__, made.__module__ = body.__name__, body.__doc__, body.__module__
+    kind = inspect.Parameter.KEYWORD_ONLY
+    made.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    made.body = body
     return made
 
 
-def in_group(
-    world_size: int, **options: Any
-) -> Callable[[Callable[[int], object]], Callable[..., None]]:
-    """Make a test of a function of the rank: runs it as the fixture ``run_group`` does."""
+def in_group(world_size: int, **options: Any) -> Callable[[Callable[..., object]], Any]:
+    """Make a test of ``body(rank, *others)``, see :func:`as_test`, which ``run_group`` runs."""
 
-    def make(body: Callable[[int], object]) -> Callable[..., None]:
-        def test(run_group: Callable[..., list[Any]]) -> None:
-            run_group(world_size, picklable(body), **options)
+    def make(body: Callable[..., object]) -> Any:
+        def start(run_group: Callable[..., list[Any]], *others: Any) -> None:
+            run_group(world_size, picklable(body), *others, **options)
 
-        return as_test(test, body)
+        return as_test(start, body, "run_group")
 
     return make
 
 
 def on_ranks(
     world_size: int, *runs: Callable[..., Any], **options: Any
-) -> Callable[[Callable[..., object]], Callable[..., None]]:
-    """Make a test of ``body(communicator)``, or of ``body(communicator, device)``, which also runs
-    it on CUDA: on ranks that each of ``runs`` starts, processes if there is none."""
+) -> Callable[[Callable[..., object]], Any]:
+    """Make a test of ``body(communicator, *others)``, see :func:`as_test`, on ranks that each of
+    ``runs`` starts, processes if there is none; with a ``device`` among the others also on CUDA."""
     runs = runs or (run_processes,)
     marks = {run_processes: pytest.mark.processes}
     params = [pytest.param(run, marks=marks.get(run, ()), id=run.__name__) for run in runs]
 
-    def make(body: Callable[..., object]) -> Callable[..., None]:
-        def test(run: Callable[..., Any]) -> None:
-            run(world_size, picklable(body), **options)
+    def make(body: Callable[..., object]) -> Any:
+        def start(run: Callable[..., Any], *others: Any) -> None:
+            devices = [each for each in others if isinstance(each, torch.device)]
+            device = devices[0] if devices else torch.device("cpu")
+            run(world_size, on(device, picklable(body), *others), **options)
 
-        def test_on(run: Callable[..., Any], device: torch.device) -> None:
-            run(world_size, on(device, picklable(body), device), **options)
-
-        takes_device = len(inspect.signature(body).parameters) > 1
-        return pytest.mark.parametrize("run", params)(
-            as_test(test_on if takes_device else test, body)
-        )
+        return pytest.mark.parametrize("run", params)(as_test(start, body, "run"))
 
     return make
 

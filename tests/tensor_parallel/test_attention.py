@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import on
-from support.ranks import run_threads
+from support.ranks import on, run_threads
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize

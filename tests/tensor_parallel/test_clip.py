@@ -5,8 +5,7 @@ from math import inf
 
 import pytest
 import torch
-from support.devices import on
-from support.ranks import run_threads
+from support.ranks import on, run_threads
 from torch import nn
 
 from pipekernels import Communicator

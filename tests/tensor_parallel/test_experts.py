@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.experts import EXPERTS, HIDDEN, Experts
+from support.kernels.experts import EXPERTS, HIDDEN, Experts
 from support.ranks import run_threads
 from torch import Tensor, nn
 

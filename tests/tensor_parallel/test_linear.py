@@ -5,9 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.devices import on
 from support.error_bounds import gamma
-from support.ranks import run_processes, run_threads
+from support.ranks import on, run_processes, run_threads
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import on
-from support.ranks import run_threads
+from support.ranks import on, run_threads
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune

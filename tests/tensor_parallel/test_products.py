@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import on
-from support.ranks import run_threads
+from support.ranks import on, run_threads
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

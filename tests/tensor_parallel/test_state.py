@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import on
-from support.ranks import run_processes, run_threads
+from support.ranks import on, run_processes, run_threads
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,

@@ -19,7 +19,7 @@ from support.levels import in_gate
 from support.ranks import as_test, leakable_resources, leaves_the_group, picklable, run_processes
 from torch import nn
 
-from pipekernels import Communicator, PeerError, RowParallelLinear, ops
+from pipekernels import Communicator, PeerError, RowParallelLinear, ops, reference
 from pipekernels.comm.codes import REDUCIBLE
 
 pytestmark = pytest.mark.processes
@@ -32,14 +32,11 @@ def run_hosts(layout: str, body: Callable[..., Any], *args: Any, **options: Any)
     return run_processes(len(layout), on_host, layout, body, args, **options)
 
 
-def on_hosts(layout: str) -> Callable[[Callable[..., object]], Callable[..., None]]:
-    """Make a test of ``body(communicator)``, see :func:`run_hosts`."""
+def on_hosts(layout: str, **options: Any) -> Callable[[Callable[..., object]], Any]:
+    """Make a test of ``body(communicator, *others)``, see :func:`run_hosts` and :func:`as_test`."""
 
-    def make(body: Callable[..., object]) -> Callable[..., None]:
-        def test() -> None:
-            run_hosts(layout, picklable(body))
-
-        return as_test(test, body)
+    def make(body: Callable[..., object]) -> Any:
+        return as_test(lambda *others: run_hosts(layout, picklable(body), *others, **options), body)
 
     return make
 
@@ -50,9 +47,6 @@ def on_host(alone: Communicator, layout: str, body: Callable[..., Any], args: An
         return body(comm, *args)
 
 
-# ---- values --------------------------------------------------------------------------------------
-
-
 def inputs(world_size: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """A tensor per rank, of integers so small that all sums are exact in any dtype."""
     generator = torch.Generator().manual_seed(count)
@@ -60,22 +54,12 @@ def inputs(world_size: int, count: int, dtype: torch.dtype) -> list[torch.Tensor
     return list(integers.to(dtype))
 
 
-REDUCE = {
-    "sum": lambda x: x.sum(0),
-    "avg": lambda x: x.sum(0) / len(x),
-    "max": lambda x: x.amax(0),
-    "min": lambda x: x.amin(0),
-}
-
-
 def reduce_everything(comm: Communicator) -> None:
     for dtype in REDUCIBLE:
         for count in (0, 1, 3, 4, 1001):
             rows = inputs(comm.world_size, comm.world_size * count, dtype)
-            for op, reduce in REDUCE.items():
-                if op == "avg" and not dtype.is_floating_point:
-                    continue
-                expected = reduce(torch.stack(rows).double()).to(dtype)  # 4 ranks: avg is exact.
+            for op in ("sum", "max", "min", *["avg"] * dtype.is_floating_point):
+                expected = reference.all_reduce(rows, op)  # With 4 ranks the average is exact.
                 tensor = rows[comm.rank].clone()
                 assert comm.all_reduce(tensor, op) is tensor
                 assert tensor.equal(expected), (dtype, count, op)
@@ -92,11 +76,6 @@ def reduce_everything(comm: Communicator) -> None:
     nan = torch.tensor([float("nan") if comm.rank == 1 else 1.0, float(comm.rank)])
     assert comm.all_reduce(nan.clone(), "max").isnan().tolist() == [True, False]
     assert comm.all_reduce(nan.clone(), "min").isnan().tolist() == [True, False]
-
-
-@pytest.mark.parametrize("layout", in_gate(["aabb", "abcc"], LAYOUTS))
-def test_reductions(layout: str) -> None:
-    run_hosts(layout, reduce_everything)
 
 
 def move_everything(comm: Communicator) -> None:
@@ -118,9 +97,10 @@ def move_everything(comm: Communicator) -> None:
         comm.broadcast(strided, 4)
 
 
+@pytest.mark.parametrize("body", [reduce_everything, move_everything])
 @pytest.mark.parametrize("layout", in_gate(["aabb", "abcc"], LAYOUTS))
-def test_gathers_and_broadcasts(layout: str) -> None:
-    run_hosts(layout, move_everything)
+def test_collectives(layout: str, body: Callable[[Communicator], None]) -> None:
+    run_hosts(layout, body)
 
 
 def random_sums(comm: Communicator, dtype: torch.dtype) -> list[list[float]]:
@@ -150,9 +130,6 @@ def test_same_bits_on_all_ranks(dtype: torch.dtype) -> None:
     for _, total, _ in results:
         assert total.equal(results[0][1])
         assert (total - rows.sum(0)).abs().le(bound).all()
-
-
-# ---- other functions of a communicator -----------------------------------------------------------
 
 
 @on_hosts("abab")
@@ -185,7 +162,9 @@ def test_symmetric_tensors_layers_and_operations(comm: Communicator) -> None:
     assert leaf.grad.tolist() == [10.0] * 3
 
 
-def split_further(comm: Communicator) -> list[Any]:
+@leaves_the_group
+@on_hosts("abab")
+def test_split(comm: Communicator) -> None:
     dist.destroy_process_group()  # split() must not need it.
     pair = comm.split(comm.rank // 2, key=-comm.rank)  # Two hosts: ranks 1, 0 and 3, 2.
     inside = comm.split(comm.rank % 2)  # One host each.
@@ -199,24 +178,23 @@ def split_further(comm: Communicator) -> list[Any]:
         answers.append(again.all_gather(torch.tensor([comm.rank])).tolist())
         again.close()
     comm.barrier()
-    return answers
+    assert (
+        answers
+        == [
+            [1, [1, 0], 0, [0, 2], 1.0, [1, 0]],
+            [0, [1, 0], 0, [1, 3], [1, 0]],
+            [1, [3, 2], 1, [0, 2], [3, 2]],
+            [0, [3, 2], 1, [1, 3], [3, 2]],
+        ][comm.rank]
+    )
 
 
-@leaves_the_group
-def test_split() -> None:
-    assert run_hosts("abab", split_further) == [
-        [1, [1, 0], 0, [0, 2], 1.0, [1, 0]],
-        [0, [1, 0], 0, [1, 3], [1, 0]],
-        [1, [3, 2], 1, [0, 2], [3, 2]],
-        [0, [3, 2], 1, [1, 3], [3, 2]],
-    ]
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 @on_hosts("aabb")
 def test_close_leaks_nothing(comm: Communicator) -> None:
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     before, open_before = leakable_resources(), descriptors()
     for _ in range(2):
         with Communicator.from_process_group() as other:
@@ -232,9 +210,6 @@ def test_close_leaks_nothing(comm: Communicator) -> None:
             time.sleep(0.01)
         assert descriptors() == open_before
     comm.barrier()
-
-
-# ---- errors --------------------------------------------------------------------------------------
 
 
 @on_hosts("aabb")
@@ -263,7 +238,7 @@ def shared_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def lose_a_rank(comm: Communicator, layout: str, victim: int) -> tuple[int | None, str]:
+def lose_a_rank(comm: Communicator, layout: str, victim: int) -> None:
     before = leakable_resources()
     x = torch.ones(100_000)
     comm.all_reduce(x)
@@ -274,7 +249,7 @@ def lose_a_rank(comm: Communicator, layout: str, victim: int) -> tuple[int | Non
         while True:
             assert comm.all_reduce(x.fill_(1)).eq(comm.world_size).all()
     assert time.monotonic() - started < 20  # Well before the timeout of 60 s.
-    message, rank = str(caught.value), caught.value.rank
+    message, culprit = str(caught.value), caught.value.rank
     del caught  # Its traceback holds tensors.
     with pytest.raises(PeerError, match="cannot be used after a failure.*make a new one"):
         comm.barrier()
@@ -282,48 +257,42 @@ def lose_a_rank(comm: Communicator, layout: str, victim: int) -> tuple[int | Non
         comm.empty(3)
     # The mapping and the pidfds of this host's peers are already released.
     assert len(leakable_resources()) == len(before) - layout.count(layout[comm.rank])
-    return rank, message
+    if culprit is None:
+        assert "a rank of another host is gone" in message
+        return
+    assert layout[culprit] == layout[comm.rank]
+    if culprit == victim:
+        assert f"is rank {victim}" in message and "has died" in message
+    else:  # Another rank of the same host noticed first.
+        assert "gave up" in message
 
 
 @pytest.mark.parametrize(("layout", "victim"), [("aabb", 3), ("aabb", 0), ("aaab", 3)])
 def test_a_killed_rank_is_noticed_on_all_hosts(layout: str, victim: int) -> None:
-    results = run_hosts(layout, lose_a_rank, layout, victim, killed=(victim,), timeout=60.0)
-    for rank, result in enumerate(results):
-        if rank == victim:
-            continue
-        culprit, message = result
-        if culprit == victim:
-            assert layout[rank] == layout[victim]
-            assert f"is rank {victim}" in message and "has died" in message
-        elif culprit is None:
-            assert "a rank of another host is gone" in message
-        else:  # Another rank of the same host noticed first, and gave up.
-            assert layout[culprit] == layout[rank] and "gave up" in message
+    run_hosts(layout, lose_a_rank, layout, victim, killed=(victim,), timeout=60.0)
 
 
-def wait_for_a_late_rank(comm: Communicator) -> str:
+@on_hosts("aabb", timeout=2.0)
+def test_a_late_rank_is_noticed_on_all_hosts(comm: Communicator) -> None:
     comm.barrier()
     if comm.rank == 3:
         shared_store().wait([f"{rank} has given up" for rank in range(3)])
         with pytest.raises((PeerError, TimeoutError)):
             comm.barrier()
-        return ""
+        return
     with pytest.raises((PeerError, TimeoutError) if comm.rank == 2 else TimeoutError) as caught:
         comm.all_reduce(torch.ones(5))
     shared_store().set(f"{comm.rank} has given up", "")
     with pytest.raises(RuntimeError, match="cannot be used after a failure"):
         comm.all_reduce(torch.ones(5))
-    return str(caught.value)
+    if comm.rank < 2:
+        assert "a rank of another host did not arrive in time" in str(caught.value)
+        assert "in all_reduce(5 x float32, sum, auto)" in str(caught.value)
 
 
-def test_a_late_rank_is_noticed_on_all_hosts() -> None:
-    first, second, _, _ = run_hosts("aabb", wait_for_a_late_rank, timeout=2.0)
-    for message in (first, second):
-        assert "a rank of another host did not arrive in time" in message
-        assert "in all_reduce(5 x float32, sum, auto)" in message
-
-
-def interrupt_a_wait(comm: Communicator, by_signal: bool) -> float:
+@pytest.mark.parametrize("by_signal", [False, True])
+@on_hosts("aabb")
+def test_a_wait_for_another_host_can_be_interrupted(comm: Communicator, by_signal: bool) -> None:
     """Rank 0 gives up waiting for the other host; the error on rank 1, of its host, says so."""
     comm.barrier()
     if comm.rank >= 2:
@@ -331,11 +300,11 @@ def interrupt_a_wait(comm: Communicator, by_signal: bool) -> float:
         with pytest.raises(PeerError):
             comm.barrier()  # May succeed: the other host began it, and may have sent its messages.
             comm.barrier()
-        return 0.0
+        return
     if comm.rank == 1:
         with pytest.raises(PeerError, match="rank 0 (gave up|has closed)"):
             comm.barrier()
-        return 0.0
+        return
 
     def give_up() -> None:
         time.sleep(0.3)
@@ -348,32 +317,22 @@ def interrupt_a_wait(comm: Communicator, by_signal: bool) -> float:
     threading.Thread(target=give_up, daemon=True).start()
     with pytest.raises(KeyboardInterrupt if by_signal else RuntimeError):
         comm.barrier()
-    waited = time.monotonic() - started
+    assert time.monotonic() - started < 20  # Not the timeout of 30 s.
     shared_store().set("0 has given up", "")
     with pytest.raises(RuntimeError, match="make a new one"):
         comm.barrier()
-    return waited
-
-
-@pytest.mark.parametrize("by_signal", [False, True])
-def test_a_wait_for_another_host_can_be_interrupted(by_signal: bool) -> None:
-    assert run_hosts("aabb", interrupt_a_wait, by_signal)[0] < 20  # Not the timeout of 30 s.
 
 
 @on_hosts("ab")
 def test_calls_from_several_threads_take_turns(comm: Communicator) -> None:
     """All threads make the same calls, as their order may differ by rank."""
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(10):
             assert comm.all_reduce(torch.ones(1000)).eq(comm.world_size).all()
 
     with ThreadPoolExecutor(3) as threads:
-        for done in [threads.submit(work) for _ in range(3)]:
-            done.result()
-
-
-# ---- network namespaces as hosts -----------------------------------------------------------------
+        list(threads.map(work, range(3)))
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipekernels.device import edge, p2p, streams
 from pipekernels.pipeline.stage import random_state
-from support.cuda import recorded_edge
+from support.cuda.recorded_edge import RecordedEdge, RecordedTicket
 
 p2p_copy = importlib.import_module("pipekernels.local_ops.p2p_copy")
 
@@ -46,9 +46,7 @@ class Agent:
     """A sequence of operations: a stream, or the calling thread."""
 
     def __init__(self, machine: "Machine", device: torch.device, name: str) -> None:
-        self.machine = machine
-        self.device = device
-        self.name = name
+        self.machine, self.device, self.name = machine, device, name
         self.clock: Clock = {}
         self.is_captured = False  # Tests set it.
 
@@ -79,8 +77,7 @@ class Point:
     """A recorded event."""
 
     def __init__(self, machine: "Machine", clock: Clock) -> None:
-        self.machine = machine
-        self.clock = clock
+        self.machine, self.clock = machine, clock
 
     def wait(self, stream: Agent) -> None:
         stream.follow(self.clock)
@@ -112,8 +109,7 @@ class Copy:
     """A copy between devices: stream, time, and the stream's clock when the copy was issued."""
 
     def __init__(self, source: torch.device, target: torch.device, agent: Agent, time: int) -> None:
-        self.source, self.target = source, target
-        self.agent, self.time = agent, time
+        self.source, self.target, self.agent, self.time = source, target, agent, time
         self.after = dict(agent.clock)
 
 
@@ -411,11 +407,9 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
     """
     made = Machine()
 
-    def new_edge(
-        source: torch.device, target: torch.device, slot_bytes: int
-    ) -> recorded_edge.RecordedEdge:
+    def new_edge(source: torch.device, target: torch.device, slot_bytes: int) -> RecordedEdge:
         can_write = peers and {source.type, target.type} == {"cuda"}
-        return recorded_edge.RecordedEdge(made, source, target, slot_bytes, can_write)
+        return RecordedEdge(made, source, target, slot_bytes, can_write)
 
     engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
@@ -432,7 +426,7 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
         patch.setattr(streams, "current_handle", made.current)
         patch.setattr(streams, "empty_like", made.empty_like)
         patch.setattr(p2p, "new_edge", new_edge)
-        patch.setattr(p2p, "new_ticket", recorded_edge.RecordedTicket)
+        patch.setattr(p2p, "new_ticket", RecordedTicket)
         patch.setattr(edge, "_edges", {})
         patch.setattr(edge, "pinned_like", made.pinned_like)
         patch.setattr(edge, "SLOT_BYTES", 96)

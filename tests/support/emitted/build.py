@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -13,6 +12,7 @@ from typing import NoReturn
 import pytest
 
 from support.emitted.sass import Kernel, kernels
+from support.programs import run
 
 ROOT = Path(__file__).parents[3]
 CSRC = ROOT / "csrc"
@@ -41,12 +41,6 @@ def skip(reason: str) -> NoReturn:
     if os.environ.get("PIPEKERNELS_TEST_EMITTED"):
         pytest.fail(reason)
     pytest.skip(reason)
-
-
-def run(*command: str | Path, cwd: Path | None = None) -> str:
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=cwd)
-    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-    return done.stdout
 
 
 def disassembler(name: str) -> Path:
@@ -90,11 +84,11 @@ def read(objects: list[Path], folder: Path) -> list[Emitted]:
 
     def read_cubin(cubin: Path) -> list[Emitted]:
         file, architecture = re.findall(r"^([^.]+)\..*?(sm_\d+)", cubin.name)[0]
-        resources = {m[0]: m[1:] for m in RESOURCES.findall(run(dump, "-res-usage", cubin))}
+        resources = {m[0]: m[1:] for m in RESOURCES.findall(run(dump, "-res-usage", cubin).stdout)}
         (ptx,) = cubin.parent.glob(f"*{architecture}.ptx")
         entries = {match[1]: match[0] for match in ENTRY.finditer(ptx.read_text())}
         found = []
-        for kernel in kernels(run(disassemble, "-c", cubin)):
+        for kernel in kernels(run(disassemble, "-c", cubin).stdout):
             registers, stack, local = map(int, resources[kernel.name])
             found.append(
                 Emitted(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipekernels.binding.topology import format_cpus
+from pipekernels.binding.topology import Topology, format_cpus, read_topology
 
 
 def host(
@@ -47,6 +47,11 @@ def host(
 
 def all_cpus(*, sockets: int, nodes: int, cores: int, smt: int) -> range:
     return range(sockets * nodes * cores * smt)
+
+
+def topology_of(root: Path, shape: dict[str, int], **files: str) -> Topology:
+    """That of a made-up host whose CPUs may all be used."""
+    return read_topology(host(root, **shape, files=files), all_cpus(**shape))
 
 
 TWO_SOCKETS = {"sockets": 2, "nodes": 1, "cores": 24, "smt": 2}

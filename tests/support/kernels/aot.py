@@ -13,7 +13,6 @@ import itertools
 import os
 import pickle
 import re
-import subprocess
 import sys
 import tempfile
 from math import ceil
@@ -25,6 +24,7 @@ import torch
 from pipekernels.kernels.config import BLOCKS, SLAB_BLOCKS, Blocks, Config
 from pipekernels.kernels.layout import signature
 from support.kernels.operands import dtype_of, operands
+from support.programs import run
 
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "build" / "aot"
@@ -40,41 +40,28 @@ SOURCES = [
 class Case(NamedTuple):
     """One compilation.
 
-    Attributes:
-        architecture: compute capability to compile for; 90 for sm_90.
-        generation: the architecture whose table of blocks is used.
-        kind, blocks: operand type and tile sizes.
-        split: whether several programs share a tile (split-K).
-        variant: one of a linear layer's three products: ``forward`` (with bias and residual, and
-            with scales for float8), ``grad_input`` or ``grad_weight``; ``announced``, a product
-            that announces finished tiles; ``odd``, ``forward`` with odd sizes; or ``unit``,
-            ``forward`` with all sizes 1, which Triton compiles in as constants.
+    ``variant`` is one of a linear layer's three products: ``forward`` (with bias and residual, and
+    with scales for float8), ``grad_input`` or ``grad_weight``; ``announced``, a product that
+    announces finished tiles; ``odd``, ``forward`` with odd sizes; or ``unit``, ``forward`` with all
+    sizes 1, which Triton compiles in as constants.
     """
 
-    architecture: int
-    generation: int
-    kind: str
+    architecture: int  # Compute capability to compile for; 90 for sm_90.
+    generation: int  # The architecture whose table of blocks is used.
+    kind: str  # Of operands.
     blocks: Blocks
-    split: bool
+    split: bool  # Whether several programs share a tile (split-K).
     variant: str
 
 
 class SlabCase(NamedTuple):
-    """One compilation of the kernel of products by slabs.
+    """One compilation of the kernel of products by slabs."""
 
-    Attributes:
-        architecture: compute capability, and generation.
-        kind: of operands.
-        slabs: how many.
-        odd: whether slabs are no multiples of a block, and sizes no multiples of 16.
-        layout: which of a linear layer's three products it is.
-    """
-
-    architecture: int
-    kind: str
+    architecture: int  # Compute capability, and generation.
+    kind: str  # Of operands.
     slabs: int
-    odd: bool
-    layout: str
+    odd: bool  # Whether slabs are no multiples of a block, and sizes no multiples of 16.
+    layout: str  # Which of a linear layer's three products it is.
 
 
 class GroupCase(NamedTuple):
@@ -134,7 +121,6 @@ def version() -> str:
 def oldest_version() -> str:
     """That of the oldest Triton, as it is pinned."""
     pinned = re.search(r"triton==(\S+)", PINNED.read_text())
-    assert pinned is not None
     return pinned[1]
 
 
@@ -269,9 +255,7 @@ def kernels_by_signature(architecture: int) -> list[tuple[Any, str]]:
 
     sizes = [(1, 32, 32), (2, 32, 32), (50, 32, 32), (50, 48, 16), (50, 40, 40), (7, 41, 32)]
     products = [Product("float16", half(m, k), half(n, k), half(m, n)) for m, n, k in sizes]
-    products += [
-        product._replace(bias=torch.empty(product.b.shape[0])) for product in products[1:3]
-    ]
+    products += [each._replace(bias=torch.empty(each.b.shape[0])) for each in products[1:3]]
 
     def launches() -> None:
         for product in products:
@@ -342,6 +326,4 @@ def _disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run(
-            [tool, "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        return run(tool, "-c", file.name).stdout

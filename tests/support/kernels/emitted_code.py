@@ -13,15 +13,10 @@ _Groups = tuple[frozenset[str], tuple[frozenset[str], ...]]  # Registers: uncomm
 
 
 class Instruction(NamedTuple):
-    """An instruction, and where it leads.
+    """An instruction, and where it leads."""
 
-    Attributes:
-        text: without label and comments.
-        after: indices of the instructions that may run next.
-    """
-
-    text: str
-    after: list[int]
+    text: str  # Without label and comments.
+    after: list[int]  # Indices of the instructions that may run next.
 
     @property
     def is_product(self) -> bool:
@@ -131,10 +126,7 @@ def early_uses(instructions: list[Instruction]) -> list[str]:
         elif instruction.text.startswith("wgmma.commit_group"):
             groups = (frozenset(), (*committed, open_group))
         elif instruction.wait is not None:
-            groups = (
-                open_group,
-                committed[len(committed) - min(instruction.wait, len(committed)) :],
-            )
+            groups = (open_group, committed[max(0, len(committed) - instruction.wait) :])
         if len(groups[1]) > _MOST_GROUPS:
             wrong[at] = f"{instruction.text}: more than {_MOST_GROUPS} groups are in flight"
             continue

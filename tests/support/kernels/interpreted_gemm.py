@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import triton
@@ -27,18 +26,18 @@ from pipekernels.kernels import launch as launching
 from pipekernels.kernels import table, tuner
 from pipekernels.kernels.config import Blocks, Config
 from pipekernels.kernels.launch import Product, launch
-from pipekernels.kernels.table import Shape, shape_class
+from pipekernels.kernels.table import LAYOUTS, Shape, shape_class
 from pipekernels.local_ops.gemm_choice import Chosen, Gpu
 from pipekernels.tensor_parallel import functional as tensor_parallel
 from pipekernels.tensor_parallel import overlap
 from support.error_bounds import gamma
+from support.kernels.interpreter import skip_unless_it_works
 from support.kernels.operands import operands
-from support.levels import pairwise
+from support.levels import in_gate, pairwise
 
 # ``from pipekernels.local_ops import sharded_gemm`` is the function, not the module.
 sharded_gemm = importlib.import_module("pipekernels.local_ops.sharded_gemm")
 
-LAYOUTS = ["forward", "grad_input", "grad_weight"]
 DTYPES = [torch.float32, torch.float16]
 GENERATIONS = [80, 90]  # 80 loads by pointers, 90 by tensor descriptors where layouts allow it.
 
@@ -49,15 +48,7 @@ def _count_to(count, N):
         tl.store(count, tl.load(count) + 1)
 
 
-try:
-    _count_to[(1,)](torch.zeros(1), 3)
-except Exception as error:  # noqa: BLE001
-    pytest.skip(
-        f"triton {triton.__version__}'s interpreter does not work with numpy {numpy.__version__}: "
-        f"{error}",
-        allow_module_level=True,
-    )
-
+skip_unless_it_works(lambda: _count_to[(1,)](torch.zeros(1), 3))
 SMALL = Blocks(16, 32, 16, 4, 3)
 
 
@@ -153,20 +144,12 @@ def views(draw: Callable[..., Any], shape: tuple[int, int], dtype: torch.dtype) 
     return view.t() if by_columns else view
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(st.data())
-def test_any_strides_are_correct_and_no_other_memory_is_used(data: st.DataObject) -> None:
-    check_strides(data)
+@pytest.mark.parametrize("examples", in_gate([6], [6, 30]))
+def test_any_strides_are_correct_and_no_other_memory_is_used(examples: int) -> None:
+    settings(max_examples=examples, deadline=None, derandomize=True)(given(st.data())(strides))()
 
 
-@pytest.mark.full
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.data())
-def test_more_strides_are_correct_and_no_other_memory_is_used(data: st.DataObject) -> None:
-    check_strides(data)
-
-
-def check_strides(data: st.DataObject) -> None:
+def strides(data: st.DataObject) -> None:
     m, n, k = data.draw(sizes), data.draw(sizes), data.draw(sizes)
     dtype = data.draw(st.sampled_from(DTYPES))
     a, b, out, residual = (
@@ -251,13 +234,8 @@ def test_both_gradients_are_products_of_the_kernel(
         y.backward(grad.to(dtype))
         results.append([y, *(leaf.grad for leaf in leaves)])
     x, w, bias, residual = (t.abs() for t in inputs)
-    sums = [
-        x @ w.t() + bias + residual,
-        grad.abs() @ w,
-        grad.abs().t() @ x,
-        grad.abs().sum(0),
-        grad,
-    ]
+    size = grad.abs()
+    sums = [x @ w.t() + bias + residual, size @ w, size.t() @ x, size.sum(0), grad]
     for exact, ours, magnitude, terms in zip(*results, sums, [42, 24, 33, 33, 1], strict=True):
         assert ((ours - exact).abs() <= gamma(terms + 2, 2**-24) * magnitude.abs()).all()
 
@@ -339,16 +317,6 @@ def test_tuning_drops_wrong_results_and_keeps_the_fastest(
     assert not tuner.measure(shapes, library, seconds=-1.0).entries
 
 
-class FakeStream:
-    """A stream on which all work is complete when it is issued."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def wait_stream(self, other: "FakeStream") -> None:
-        pass
-
-
 @pytest.mark.parametrize("rows", [16, 70, 150])
 def test_an_overlap_announces_the_tiles_that_its_ready_counters_expect(
     rows: int, monkeypatch: pytest.MonkeyPatch
@@ -356,8 +324,9 @@ def test_an_overlap_announces_the_tiles_that_its_ready_counters_expect(
     """Streams do nothing here, as the interpreter has finished a kernel when it returns."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    for name in ("current_stream", "Stream"):
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        monkeypatch.setattr(torch.cuda, name, lambda *_, stream=stream, **__: stream)
     gpu = Gpu("none", (9, 0), 90, 6)
     monkeypatch.setattr(overlap, "gpu_of", lambda device: gpu)
     a, b, out = torch.randn(rows, 40), torch.randn(48, 40), torch.empty(rows, 48)

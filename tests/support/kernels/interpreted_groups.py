@@ -6,10 +6,8 @@ The interpreter computes bfloat16 incorrectly, so the dtypes are float32 and flo
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 from pipekernels import Communicator
@@ -18,7 +16,8 @@ from pipekernels.local_ops.expert_linear import expert_linear
 from pipekernels.local_ops.grouped_gemm import grouped_gemm
 from pipekernels.tensor_parallel.experts import ParallelExperts
 from support.error_bounds import gamma
-from support.experts import Experts
+from support.kernels.experts import Experts
+from support.kernels.interpreter import skip_unless_it_works
 from support.levels import pairwise
 from support.ranks import run_threads
 
@@ -30,14 +29,8 @@ def _setup(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
-try:
-    module._product("float32", torch.ones(1, 4), torch.ones(1, 4, 4), torch.tensor([1]), None)
-except Exception as error:  # noqa: BLE001
-    pytest.skip(
-        f"triton {triton.__version__}'s interpreter does not work with numpy {numpy.__version__}: "
-        f"{error}",
-        allow_module_level=True,
-    )
+one = torch.ones(1, 4, 4)
+skip_unless_it_works(lambda: module._product("float32", one[0, :1], one, torch.tensor([1]), None))
 
 
 @pytest.mark.parametrize(

@@ -10,25 +10,23 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
-import triton
 from torch import Tensor, nn
 from triton.runtime import interpreter
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
 from pipekernels.kernels import launch
 from pipekernels.kernels.launch import Product, launch_slabs
+from pipekernels.kernels.table import LAYOUTS
 from pipekernels.local_ops import slab_gemm
 from support.error_bounds import gamma
+from support.kernels.interpreter import skip_unless_it_works
 from support.kernels.operands import operands
 from support.levels import pairwise
 from support.ranks import run_threads
 
-DTYPES = [torch.float32, torch.float16]
 GENERATIONS = [80, 90]  # 80 loads by pointers, 90 by descriptors where slabs and layouts allow it.
-LAYOUTS = ["forward", "grad_input", "grad_weight"]
 
 
 def multiply(
@@ -40,14 +38,7 @@ def multiply(
     return out
 
 
-try:
-    multiply(torch.ones(1, 16), torch.ones(1, 16), 1, 80)
-except Exception as error:  # noqa: BLE001
-    pytest.skip(
-        f"triton {triton.__version__}'s interpreter does not work with numpy {numpy.__version__}: "
-        f"{error}",
-        allow_module_level=True,
-    )
+skip_unless_it_works(lambda: multiply(torch.ones(1, 16), torch.ones(1, 16), 1, 80))
 
 
 def dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
@@ -151,23 +142,14 @@ def test_layers_have_the_same_bits_on_any_number_of_ranks(
         return found
 
     first = run_threads(1, body)[0]
-    assert (
-        len(shapes) == 2 + 2 + 1 + 16
-    )  # Row: 1 + 2. Column: 1 + 1 + a product per slab and block.
+    assert len(shapes) == 2 + 2 + 1 + 16  # Row: 1 + 2. Column: 1 + 1 + one per slab and block.
     for ranks in (2, 8):
         for found in run_threads(ranks, body):
             for name, value in found.items():
                 assert torch.equal(value, first[name]), f"{name} on {ranks} ranks"
     leaf = x.double().requires_grad_()
-    y = forward(up.double(), down.double(), leaf)
-    expected = {
-        "y": y,
-        "x": leaf.grad,
-        "up.weight": up.weight.grad,
-        "down.weight": down.weight.grad,
-    }
-    for name, value in expected.items():
-        # Roundings to the dtype, of values around 1, that follow one another.
-        torch.testing.assert_close(
-            first[name].double(), value, rtol=0, atol=64 * torch.finfo(dtype).eps
-        )
+    expected = {"y": forward(up.double(), down.double(), leaf), "x": leaf.grad}
+    expected |= {"up.weight": up.weight.grad, "down.weight": down.weight.grad}
+    found = {name: value.double() for name, value in first.items()}
+    # Roundings to the dtype, of values around 1, that follow one another.
+    torch.testing.assert_close(found, expected, rtol=0, atol=64 * torch.finfo(dtype).eps)

@@ -3,13 +3,24 @@ set when kernels are defined."""
 
 import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from support.programs import python
+
 FOLDER = Path(__file__).parent
+
+
+def skip_unless_it_works(launch: Callable[[], object]) -> None:
+    """Skip a file of such tests unless a launch of a kernel works."""
+    try:
+        launch()
+    except Exception as error:  # noqa: BLE001
+        versions = f"triton {version('triton')}'s interpreter does not work with numpy"
+        pytest.skip(f"{versions} {version('numpy')}: {error}", allow_module_level=True)
 
 
 def run_interpreted(file: str, level: str) -> None:
@@ -18,11 +29,9 @@ def run_interpreted(file: str, level: str) -> None:
     pytest.importorskip("triton", minversion="3.6")
     tests = FOLDER.parents[1]
     paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", level, file],
-        cwd=FOLDER, capture_output=True, text=True, timeout=280, check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(paths)},
-    )  # fmt: skip
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(paths)}
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", level, file]
+    result = python(*options, code=None, timeout=280, cwd=FOLDER, env=environment)
     reason = re.search(r"SKIPPED .*: (.* does not work .*)", result.stdout)
     if result.returncode == 5 and reason:
         pytest.skip(reason[1])

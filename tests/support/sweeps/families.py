@@ -25,11 +25,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from pipekernels import Communicator, tensor_parallelize
 from pipekernels.huggingface.small_models import small_model
-from pipekernels.tensor_parallel import full_state_dict
+from support.checks import full_gradients
 from support.ranks import run_threads
 
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
+# Why a family is refused, on the page, by a part of the message or of what the page says.
 NO_PLAN = "no plan is carried, and there is none here"
+UNSUPPORTED = "kinds that are not supported"
+REASONS = {
+    "carries no plan": NO_PLAN,
+    NO_PLAN: NO_PLAN,
+    UNSUPPORTED: f"the carried plan has experts or other {UNSUPPORTED}",
+    "share evenly": "heads that two ranks cannot share evenly",
+}
 RANKS = 2
 SECONDS = 60  # For one family.
 HEADS = (
@@ -68,21 +76,15 @@ def outputs_of(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
     output = model(**inputs)
     values = [v for v in output.values() if isinstance(v, Tensor) and v.is_floating_point()]
     # Weighted: the squares of normalised features have a constant sum, and no gradients.
-    torch.stack(
-        [
-            (value.flatten().square() * torch.arange(value.numel()).cos()).mean()
-            for value in values
-            if value.requires_grad
-        ]
-    ).sum().backward()
+    flat = [value.flatten() for value in values if value.requires_grad]
+    sum((value.square() * torch.arange(len(value)).cos()).mean() for value in flat).backward()
     return [value.detach() for value in values]
 
 
 def tokens_of(model: Any, inputs: dict[str, Tensor]) -> Tensor | None:
     if "input_ids" not in inputs or "decoder_input_ids" in inputs or not model.can_generate():
         return None
-    found: Tensor = model.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
-    return found
+    return model.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
@@ -99,7 +101,7 @@ def refused(plain: nn.Module, comm: Communicator) -> str | None:
     return None
 
 
-def compare(plain: nn.Module, inputs: dict[str, Tensor]) -> Finding | None:
+def compare(plain: nn.Module, inputs: dict[str, Tensor]) -> Finding:
     """How the model of two ranks differs, if it does; the name of the family is left open."""
     copies = [copy.deepcopy(plain) for _ in range(RANKS)]
     tokens = tokens_of(copy.deepcopy(plain), inputs)
@@ -116,10 +118,7 @@ def compare(plain: nn.Module, inputs: dict[str, Tensor]) -> Finding | None:
         for i, (a, b) in enumerate(zip(found, expected, strict=True)):
             if a.shape != b.shape or not error_of(a, b) < 1e-5:
                 return Finding("", "differs", f"output {i}")
-        for parameter in model.parameters():  # So that the full state is that of gradients.
-            grad = parameter.grad
-            parameter.data = torch.zeros_like(parameter) if grad is None else grad
-        full = full_state_dict(model)
+        full = full_gradients(model)
         for key, gradient in gradients.items():
             # Biases of keys have none but rounding errors.
             bound = 1e-4 * max(gradient.abs().max().item(), 1e-3 * largest)
@@ -142,12 +141,12 @@ def compare(plain: nn.Module, inputs: dict[str, Tensor]) -> Finding | None:
 
 
 @contextlib.contextmanager
-def limited(seconds: int) -> Iterator[None]:
+def limited() -> Iterator[None]:
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"took more than {seconds} s")
+        raise TimeoutError(f"took more than {SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    signal.alarm(SECONDS)
     try:
         yield
     finally:
@@ -157,7 +156,7 @@ def limited(seconds: int) -> Iterator[None]:
 
 def look_at(family: str) -> Finding:
     """Never raises."""
-    with warnings.catch_warnings(), limited(SECONDS):
+    with warnings.catch_warnings(), limited():
         warnings.simplefilter("ignore")
         try:
             plain, inputs = model_of(family)
@@ -171,7 +170,6 @@ def look_at(family: str) -> Finding:
             finding = compare(plain, inputs)
         except Exception as error:  # noqa: BLE001
             return Finding(family, "fails", f"{type(error).__name__}: {error}")
-    assert finding is not None
     return finding._replace(family=family)
 
 
@@ -183,15 +181,8 @@ def page(findings: list[Finding]) -> str:
     for finding in findings:
         if finding.state == "refused":
             note = finding.note
-            why = (
-                NO_PLAN
-                if "carries no plan" in note or note == NO_PLAN
-                else "the carried plan has experts or other kinds that are not supported"
-                if "kinds that are not supported" in note
-                else "heads that two ranks cannot share evenly"
-                if "share evenly" in note
-                else note.partition(";")[0][:160]
-            )
+            known = (why for part, why in REASONS.items() if part in note)
+            why = next(known, note.partition(";")[0][:160])
             refused.setdefault(why, []).append(finding.family)
     lines = [
         "# Families of transformers",

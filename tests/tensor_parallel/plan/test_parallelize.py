@@ -6,8 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.devices import on
-from support.ranks import run_threads
+from support.ranks import on, run_threads
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
