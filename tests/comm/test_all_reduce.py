@@ -1,31 +1,25 @@
 """Collectives compared with ``pipekernels.reference``: bits, dtypes, layouts, memory, errors."""
 
 import functools
+import itertools
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from support.checks import assert_raises
 from support.levels import in_gate
-from support.ranks import on, run_processes, run_threads
-from support.sweeps.collectives import Call, make, place, same_bits
+from support.ranks import on, on_ranks, run_processes, run_threads
+from support.sweeps.collectives import ALGORITHMS, FLOATS, Call, make, place, same_bits
 from torch import Tensor
 
 from pipekernels import Communicator, ops, reference
-
-FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-ALGORITHMS = ["auto", "one_shot", "two_shot", "ring"]
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     """Random numbers whose sums have rounding errors; equal for equal seeds."""
     generator = torch.Generator().manual_seed(seed)
-    if dtype in (torch.int32, torch.int64):
-        info = torch.iinfo(dtype)
-        return torch.randint(info.min, info.max, shape, dtype=dtype, generator=generator)
-    if dtype in FLOATS:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def random_calls(comm: Communicator, seed: int, calls: int, device: torch.device) -> None:
@@ -50,24 +44,24 @@ def test_random_calls_on_threads(world_size: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_sums_are_rounded_once(dtype: torch.dtype, device: torch.device) -> None:
+@on_ranks(8, run_threads)
+def test_16_bit_sums_are_rounded_once(
+    comm: Communicator, dtype: torch.dtype, device: torch.device
+) -> None:
     """1 plus seven times half a unit in the last place would stay 1 if each sum were rounded."""
     half_unit = torch.finfo(dtype).eps / 2
-
-    def on_rank(comm: Communicator) -> None:
-        for algorithm in ALGORITHMS:
-            x = torch.full((1000,), 1.0 if comm.rank == 0 else half_unit, dtype=dtype)
-            total = comm.all_reduce(x.to(device), algorithm=algorithm).cpu()
-            assert (total == torch.tensor(1 + 7 * half_unit).to(dtype)).all()
-            assert (total > 1).all()
-
-    run_threads(8, on(device, on_rank))
+    for algorithm in ALGORITHMS:
+        x = torch.full((1000,), 1.0 if comm.rank == 0 else half_unit, dtype=dtype)
+        total = comm.all_reduce(x.to(device), algorithm=algorithm).cpu()
+        assert (total == torch.tensor(1 + 7 * half_unit).to(dtype)).all()
+        assert (total > 1).all()
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("dtype", FLOATS)
+@on_ranks(3, run_threads)
 def test_maximum_and_minimum_propagate_nan(
-    op: str, dtype: torch.dtype, device: torch.device
+    comm: Communicator, op: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     inputs = [values((100,), dtype, rank) for rank in range(3)]
     for rank, x in enumerate(inputs):
@@ -75,14 +69,10 @@ def test_maximum_and_minimum_propagate_nan(
         x[3] = float("inf") if rank else -float("inf")
     expected = reference.all_reduce(inputs, op)
     assert expected.isnan().sum() > 30
-
-    def on_rank(comm: Communicator) -> None:
-        for algorithm in ALGORITHMS:
-            x = inputs[comm.rank].clone().to(device)
-            reduced = comm.all_reduce(x, op, algorithm=algorithm).cpu()
-            torch.testing.assert_close(reduced, expected, rtol=0, atol=0, equal_nan=True)
-
-    run_threads(3, on(device, on_rank))
+    for algorithm in ALGORITHMS:
+        x = inputs[comm.rank].clone().to(device)
+        reduced = comm.all_reduce(x, op, algorithm=algorithm).cpu()
+        torch.testing.assert_close(reduced, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.slow
@@ -93,155 +83,126 @@ def test_large_tensors_pass_through_all_staging_buffers(device: torch.device) ->
 
     def on_rank(comm: Communicator) -> None:
         for algorithm in ALGORITHMS:
-            for kinds in (
-                ["ordinary"] * 3,
-                ["symmetric"] * 3,
-                ["symmetric", "ordinary", "ordinary"],
-            ):
-                x = place(comm, inputs[comm.rank], kinds[comm.rank], comm.rank, device)
+            for symmetric in (0, 1, 3):  # So many ranks have symmetric tensors.
+                kind = "symmetric" if comm.rank < symmetric else "ordinary"
+                x = place(comm, inputs[comm.rank], kind, comm.rank, device)
                 assert same_bits(comm.all_reduce(x, algorithm=algorithm), expected)
 
     run_threads(3, on(device, on_rank))
 
 
-# ---- autograd and views --------------------------------------------------------------------------
+@on_ranks(1, run_threads)
+def test_autograd_detects_writes_to_saved_tensors(comm: Communicator, device: torch.device) -> None:
+    for collective in (comm.all_reduce, comm.broadcast):
+        for x in (torch.ones(3, device=device), torch.ones(3, 2, device=device)[:, 0]):
+            y = (x * torch.ones(3, device=device, requires_grad=True)).sum()
+            collective(x)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward()
 
 
-def test_autograd_detects_writes_to_saved_tensors(device: torch.device) -> None:
-    def on_rank(comm: Communicator) -> None:
-        for collective in (comm.all_reduce, comm.broadcast):
-            for x in (torch.ones(3, device=device), torch.ones(3, 2, device=device)[:, 0]):
-                y = (x * torch.ones(3, device=device, requires_grad=True)).sum()
-                collective(x)
-                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                    y.backward()
-
-    run_threads(1, on(device, on_rank))
-
-
-def test_leaves_inference_tensors_and_lazy_negation(device: torch.device) -> None:
-    def on_rank(comm: Communicator) -> None:
-        leaf = torch.ones(3, device=device, requires_grad=True)
-        assert comm.all_reduce(leaf) is leaf
-        assert leaf.tolist() == [2.0] * 3
-        strided = torch.ones(3, 2, device=device, requires_grad=True)[:, 0]
-        assert comm.all_reduce(strided).tolist() == [2.0] * 3
-        with torch.inference_mode():
-            assert comm.all_reduce(torch.ones(3, device=device)).tolist() == [2.0] * 3
-            strided = torch.ones(3, 2, device=device)[:, 0]
-        assert comm.all_reduce(strided).tolist() == [2.0] * 3  # Also outside of inference mode.
-        negated = torch.tensor([1 + 2j, 3 + 4j], device=device).conj().imag
-        assert negated.is_neg()
-        assert comm.all_reduce(negated).tolist() == [-4.0, -8.0]
-        conjugated = torch.tensor([1 + 2j], device=device).conj()
-        assert comm.all_gather(conjugated).tolist() == [1 - 2j, 1 - 2j]
-
-    run_threads(2, on(device, on_rank))
+@on_ranks(2, run_threads)
+def test_leaves_inference_tensors_and_lazy_negation(
+    comm: Communicator, device: torch.device
+) -> None:
+    leaf = torch.ones(3, device=device, requires_grad=True)
+    assert comm.all_reduce(leaf) is leaf
+    assert leaf.tolist() == [2.0] * 3
+    strided = torch.ones(3, 2, device=device, requires_grad=True)[:, 0]
+    assert comm.all_reduce(strided).tolist() == [2.0] * 3
+    with torch.inference_mode():
+        assert comm.all_reduce(torch.ones(3, device=device)).tolist() == [2.0] * 3
+        strided = torch.ones(3, 2, device=device)[:, 0]
+    assert comm.all_reduce(strided).tolist() == [2.0] * 3  # Also outside of inference mode.
+    negated = torch.tensor([1 + 2j, 3 + 4j], device=device).conj().imag
+    assert negated.is_neg()
+    assert comm.all_reduce(negated).tolist() == [-4.0, -8.0]
+    conjugated = torch.tensor([1 + 2j], device=device).conj()
+    assert comm.all_gather(conjugated).tolist() == [1 - 2j, 1 - 2j]
 
 
-def test_channels_last_and_transposed_tensors_are_reduced_by_element(device: torch.device) -> None:
+@on_ranks(2, run_threads)
+def test_channels_last_and_transposed_tensors_are_reduced_by_element(
+    comm: Communicator, device: torch.device
+) -> None:
     inputs = [values((2, 3, 4, 5), torch.float32, rank).to(device) for rank in range(2)]
-
-    def on_rank(comm: Communicator) -> None:
-        x = inputs[comm.rank].clone()
-        x = x.contiguous(memory_format=torch.channels_last) if comm.rank else x
-        assert torch.equal(comm.all_reduce(x), inputs[0] + inputs[1])
-        x = inputs[comm.rank].transpose(0, 3).contiguous().transpose(0, 3)
-        assert torch.equal(comm.reduce_scatter(x), (inputs[0] + inputs[1])[comm.rank :][:1])
-
-    run_threads(2, on(device, on_rank))
+    x = inputs[comm.rank].clone()
+    x = x.contiguous(memory_format=torch.channels_last) if comm.rank else x
+    assert torch.equal(comm.all_reduce(x), inputs[0] + inputs[1])
+    x = inputs[comm.rank].transpose(0, 3).contiguous().transpose(0, 3)
+    assert torch.equal(comm.reduce_scatter(x), (inputs[0] + inputs[1])[comm.rank :][:1])
 
 
-def test_out(device: torch.device) -> None:
-    def on_rank(comm: Communicator) -> None:
-        empty = functools.partial(torch.empty, device=device)
-        x = torch.arange(6.0, device=device).view(2, 3) + comm.rank
-        whole, part = empty(4, 3), empty(1, 3)
-        assert comm.all_gather(x, out=whole) is whole
-        assert whole.equal(torch.cat([x - comm.rank, x - comm.rank + 1]))
-        assert comm.reduce_scatter(x, out=part) is part
-        assert part.equal((2 * x - 2 * comm.rank + 1)[comm.rank :][:1])
+@on_ranks(2, run_threads)
+def test_out(comm: Communicator, device: torch.device) -> None:
+    empty = functools.partial(torch.empty, device=device)
+    x = torch.arange(6.0, device=device).view(2, 3) + comm.rank
+    whole, part = empty(4, 3), empty(1, 3)
+    assert comm.all_gather(x, out=whole) is whole
+    assert whole.equal(torch.cat([x - comm.rank, x - comm.rank + 1]))
+    assert comm.reduce_scatter(x, out=part) is part
+    assert part.equal((2 * x - 2 * comm.rank + 1)[comm.rank :][:1])
 
-        expected = whole.clone()
-        own = whole.zero_()[2 * comm.rank :][:2].copy_(x)
-        assert comm.all_gather(own, out=whole).equal(expected)  # In place.
-        comm.all_gather(x.t(), out=empty(6, 2))
+    expected = whole.clone()
+    own = whole.zero_()[2 * comm.rank :][:2].copy_(x)
+    assert comm.all_gather(own, out=whole).equal(expected)  # In place.
+    comm.all_gather(x.t(), out=empty(6, 2))
 
-        rows = torch.zeros(5, 3, device=device)
-        for bad in (empty(3, 3), empty(3, 4).t(), whole.double(), whole.to("meta")):
-            with pytest.raises(
-                ValueError, match=r"out must be .* shape \(4, 3\) and torch.float32"
-            ):
-                comm.all_gather(x, out=bad)
-        for call in (
-            lambda: comm.all_gather(rows[:2], out=rows[1:]),
-            lambda: comm.all_gather(rows[3:], out=rows[:4]),
-            lambda: comm.reduce_scatter(rows[:2], out=rows[1:2]),
-        ):
-            with pytest.raises(ValueError, match="out must not overlap the input"):
-                call()
-        weight = torch.ones(4, 3, device=device, requires_grad=True)
-        y = (weight * whole).sum()
-        comm.all_gather(x, out=whole)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward()
-
-    run_threads(2, on(device, on_rank))
+    rows = torch.zeros(5, 3, device=device)
+    for bad in (empty(3, 3), empty(3, 4).t(), whole.double(), whole.to("meta")):
+        with pytest.raises(ValueError, match=r"out must be .* shape \(4, 3\) and torch.float32"):
+            comm.all_gather(x, out=bad)
+    for call in (
+        lambda: comm.all_gather(rows[:2], out=rows[1:]),
+        lambda: comm.all_gather(rows[3:], out=rows[:4]),
+        lambda: comm.reduce_scatter(rows[:2], out=rows[1:2]),
+    ):
+        with pytest.raises(ValueError, match="out must not overlap the input"):
+            call()
+    weight = torch.ones(4, 3, device=device, requires_grad=True)
+    y = (weight * whole).sum()
+    comm.all_gather(x, out=whole)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
 
 
-def test_names_need_not_be_interned_strings() -> None:
-    def copy_of(name: str) -> str:
-        return name.encode().decode()
-
-    def on_rank(comm: Communicator) -> None:
-        results = {"sum": 3.0, "avg": 1.5, "max": 2.0, "min": 1.0}
-        for op, result in results.items():
-            for algorithm in ALGORITHMS:
-                for names in ((op, algorithm), (copy_of(op), copy_of(algorithm))):
-                    x = torch.full((5,), comm.rank + 1.0)
-                    reduced = comm.all_reduce(x, names[0], algorithm=names[1])
-                    assert reduced.tolist() == [result] * 5
-
-    run_threads(2, on_rank)
-
-
-# ---- errors in a rank's own arguments ------------------------------------------------------------
+@on_ranks(2, run_threads)
+def test_names_need_not_be_interned_strings(comm: Communicator) -> None:
+    results = {"sum": 3.0, "avg": 1.5, "max": 2.0, "min": 1.0}
+    for op, algorithm in itertools.product(results, ALGORITHMS):
+        for names in ((op, algorithm), (op.encode().decode(), algorithm.encode().decode())):
+            x = torch.full((5,), comm.rank + 1.0)
+            assert comm.all_reduce(x, names[0], algorithm=names[1]).tolist() == [results[op]] * 5
 
 
 def test_bad_arguments_raise_before_any_communication() -> None:
-    x = torch.ones(4)
+    x, scalar = torch.ones(4), torch.ones(())
     comm = Communicator.threads(2)[0]  # Any communication would wait for rank 1.
-    with pytest.raises(TypeError, match="torch.int8.*convert.*torch.bfloat16"):
-        comm.all_reduce(x.to(torch.int8))
-    with pytest.raises(TypeError, match="torch.complex64"):
-        comm.reduce_scatter(x.to(torch.complex64))
-    with pytest.raises(ValueError, match="op must be one of sum, avg, max, min, got 'mean'"):
-        comm.all_reduce(x, "mean")
-    with pytest.raises(ValueError, match="algorithm must be one of .*ring, got 'tree'"):
-        comm.all_reduce(x, algorithm="tree")
-    for call in (comm.all_reduce, comm.reduce_scatter):
-        with pytest.raises(ValueError, match="order must be one of rank, tree, got 'ring'"):
-            call(x, order="ring")
-        with pytest.raises(ValueError, match="op must be one of .*, min, got 'sum in tree order'"):
-            call(x, sys.intern("sum in tree order"))
-    with pytest.raises(ValueError, match="average of int64"):
-        comm.all_reduce(x.long(), "avg")
-    with pytest.raises(ValueError, match="average of int32"):
-        comm.reduce_scatter(x.int(), "avg")
-    with pytest.raises(ValueError, match=r"2 equal slices.*\(5,\)"):
-        comm.reduce_scatter(torch.ones(5))
-    with pytest.raises(ValueError, match="2 equal slices"):
-        comm.reduce_scatter(torch.ones(()))
-    with pytest.raises(ValueError, match="dimension 0"):
-        comm.all_gather(torch.ones(()))
+    reduce, scatter, broadcast = comm.all_reduce, comm.reduce_scatter, comm.broadcast
+    assert_raises(TypeError, "torch.int8.*convert.*torch.bfloat16", reduce, x.to(torch.int8))
+    assert_raises(TypeError, "torch.complex64", scatter, x.to(torch.complex64))
+    assert_raises(ValueError, "op must be one of sum, avg, max, min, got 'mean'", reduce, x, "mean")
+    assert_raises(
+        ValueError, "algorithm must be one of .*ring, got 'tree'", reduce, x, algorithm="tree"
+    )
+    for call in (reduce, scatter):
+        assert_raises(
+            ValueError, "order must be one of rank, tree, got 'ring'", call, x, order="ring"
+        )
+        op = sys.intern("sum in tree order")
+        assert_raises(ValueError, "op must be one of .*, min, got 'sum in tree order'", call, x, op)
+    assert_raises(ValueError, "average of int64", reduce, x.long(), "avg")
+    assert_raises(ValueError, "average of int32", scatter, x.int(), "avg")
+    assert_raises(ValueError, r"2 equal slices.*\(5,\)", scatter, torch.ones(5))
+    assert_raises(ValueError, "2 equal slices", scatter, scalar)
+    assert_raises(ValueError, "dimension 0", comm.all_gather, scalar)
     for src in (-1, 2):
-        with pytest.raises(ValueError, match=rf"src must be a rank in 0..1, got {src}"):
-            comm.broadcast(x, src)
-    with pytest.raises(TypeError, match="src must be an int, got str"):
-        comm.broadcast(x, "0")
-    for call in (comm.all_reduce, comm.broadcast):
-        with pytest.raises(ValueError, match=r"several elements in one place, got shape \(2, 4\)"):
-            call(x.expand(2, 4))
+        assert_raises(ValueError, f"src must be a rank in 0..1, got {src}", broadcast, x, src)
+    assert_raises(TypeError, "src must be an int, got str", broadcast, x, "0")
+    for call in (reduce, broadcast):
+        assert_raises(
+            ValueError, r"several elements in one place, got shape \(2, 4\)", call, x.expand(2, 4)
+        )
 
 
 def tensors_without_memory() -> list[torch.Tensor]:
@@ -254,29 +215,20 @@ def tensors_without_memory() -> list[torch.Tensor]:
 
 def test_tensors_without_plain_memory_are_refused() -> None:
     comm = Communicator.threads(2)[0]  # Any communication would wait for rank 1.
-    x = torch.eye(4)
+    x, no_memory = torch.eye(4), r"of shape \(4,\) has no memory of its own"
     for call in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.broadcast):
-        with pytest.raises(ValueError, match="CPU and CUDA tensors, got one on meta"):
-            call(x.to("meta"))
-        with pytest.raises(ValueError, match=r"layout torch.sparse_coo; pass tensor.to_dense\(\)"):
-            call(x.to_sparse())
+        assert_raises(ValueError, "CPU and CUDA tensors, got one on meta", call, x.to("meta"))
+        dense = r"layout torch.sparse_coo; pass tensor.to_dense\(\)"
+        assert_raises(ValueError, dense, call, x.to_sparse())
         for tensor in tensors_without_memory():
-            with pytest.raises(ValueError, match=r"of shape \(4,\) has no memory of its own"):
-                call(tensor)
+            assert_raises(ValueError, no_memory, call, tensor)
     quantized = torch.quantize_per_tensor(x, 0.5, 0, torch.qint8)
-    moves = [comm.all_gather, comm.broadcast]
-    moves += [
-        functools.partial(move, comm=comm)
-        for move in (ops.all_gather, ops.broadcast, ops.all_reduce)
-    ]
-    for move in moves:
-        with pytest.raises(TypeError, match=r"scale of torch.qint8; pass tensor.int_repr\(\)"):
-            move(quantized)
-    operations = (ops.all_reduce, ops.reduce_scatter, ops.all_gather, ops.broadcast)
+    operations = [ops.all_reduce, ops.all_gather, ops.broadcast, ops.reduce_scatter]
+    operations = [functools.partial(operation, comm=comm) for operation in operations]
+    for move in (comm.all_gather, comm.broadcast, *operations[:3]):
+        assert_raises(TypeError, r"scale of torch.qint8; pass tensor.int_repr\(\)", move, quantized)
     for tensor in tensors_without_memory()[:3]:
         for operation in operations:
-            with pytest.raises(ValueError, match=r"of shape \(4,\) has no memory of its own"):
-                operation(tensor, comm)
+            assert_raises(ValueError, no_memory, operation, tensor)
         if tensor.is_contiguous():
-            with pytest.raises(ValueError, match=r"of shape \(4,\) has no memory of its own"):
-                comm.all_gather(torch.ones(2), out=tensor)
+            assert_raises(ValueError, no_memory, comm.all_gather, torch.ones(2), out=tensor)

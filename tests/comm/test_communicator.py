@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import leakable_resources, on, on_ranks, own_stream, run_processes, run_threads
+from support.checks import assert_raises
+from support.ranks import leakable_resources, on_ranks, own_stream, run_processes, run_threads
 
 from pipekernels import CollectiveBarrier, Communicator, PeerError, _backend
 from pipekernels.comm.join import bootstrap
@@ -29,7 +30,7 @@ from pipekernels.comm.join import bootstrap
 def in_own_streams(
     device: torch.device, body: Callable[[Communicator], Any]
 ) -> Callable[[Communicator], Any]:
-    """As :func:`support.devices.on`, for ranks whose communicators fail or are closed."""
+    """As :func:`support.ranks.on`, for ranks whose communicators fail or are closed."""
 
     def on_rank(comm: Communicator) -> Any:
         with own_stream(device):
@@ -45,20 +46,12 @@ def resident_bytes() -> int:
     return sum(int(kilobytes) for kilobytes in blocks) * 1024
 
 
-# ---- construction and closing --------------------------------------------------------------------
-
-
-def properties(comm: Communicator, device: torch.device) -> tuple[int, int, float, str]:
+@on_ranks(2, run_threads, run_processes, timeout=17.0)
+def test_properties(comm: Communicator, device: torch.device) -> None:
     assert Communicator.from_handle(comm.handle) is comm
-    assert comm.all_reduce(torch.ones(3, device=device)).tolist() == [comm.world_size] * 3
-    return comm.rank, comm.world_size, comm.timeout, repr(comm)
-
-
-@pytest.mark.processes
-def test_properties(device: torch.device) -> None:
-    expected = [(rank, 2, 17.0, f"Communicator(rank={rank}, world_size=2)") for rank in range(2)]
-    assert run_processes(2, on(device, properties, device), timeout=17.0) == expected
-    assert run_threads(2, on(device, properties, device), timeout=17.0) == expected
+    ranks = comm.all_gather(torch.tensor([comm.rank], device=device))
+    assert ranks.tolist() == [0, 1] and (comm.world_size, comm.timeout) == (2, 17.0)
+    assert repr(comm) == f"Communicator(rank={comm.rank}, world_size=2)"
 
 
 def check_no_leak(comm: Communicator) -> None:
@@ -82,7 +75,7 @@ def test_close_leaks_nothing() -> None:
     run_processes(2, check_no_leak)
     gc.collect()  # Collect garbage of earlier tests.
     before = leakable_resources()
-    run_threads(3, lambda comm: properties(comm, torch.device("cpu")))
+    run_threads(3, lambda comm: comm.all_reduce(torch.ones(3)))
     gc.collect()
     assert leakable_resources() == before
 
@@ -144,8 +137,9 @@ def test_close_ends_a_call_in_another_thread() -> None:
             waiting.result(5)
 
 
-def subgroups(comm: Communicator, device: torch.device) -> list[int]:
-    """Communicators over overlapping groups, in use at the same time."""
+@on_ranks(3)
+def test_communicators_of_subgroups(comm: Communicator, device: torch.device) -> None:
+    """Which overlap, and are in use at the same time."""
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([2, 0])]
     members = [[0, 1], [1, 2], [0, 2]]
     mine = [i for i, ranks in enumerate(members) if comm.rank in ranks]
@@ -155,16 +149,10 @@ def subgroups(comm: Communicator, device: torch.device) -> list[int]:
         Communicator.from_process_group(other)
     x = torch.tensor([10**comm.rank], device=device)
     sums = [int(comms[i].all_reduce(x.clone())) for i in mine]
+    assert sums == [[11, 101], [11, 110], [110, 101]][comm.rank]
     for each in comms.values():
         each.close()
     comm.barrier()
-    return sums
-
-
-@pytest.mark.processes
-def test_communicators_of_subgroups(device: torch.device) -> None:
-    sums = run_processes(3, on(device, subgroups, device))
-    assert sums == [[11, 101], [11, 110], [110, 101]]
 
 
 def fail_to_join() -> str:
@@ -183,21 +171,20 @@ def refusal(problem: Exception) -> Callable[..., int]:
     return refuse
 
 
-def fail_to_open_a_pidfd(comm: Communicator, problem: Exception) -> str:
+@pytest.mark.parametrize("problem", [OSError("no more descriptors"), OverflowError("a bug")])
+@on_ranks(2)
+def test_a_join_that_fails_on_one_rank_fails_on_all(comm: Communicator, problem: Exception) -> None:
     if comm.rank == 1:
         _backend.load().open_pidfd = refusal(problem)
-    return fail_to_join()
+    what = f"{type(problem).__name__}: {problem}"
+    assert fail_to_join() == f"the ranks cannot be joined: rank 1: {what}"
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("problem", [OSError("no more descriptors"), OverflowError("a bug")])
-def test_a_join_that_fails_on_one_rank_fails_on_all(problem: Exception) -> None:
-    for message in run_processes(2, fail_to_open_a_pidfd, problem):
-        what = f"{type(problem).__name__}: {problem}"
-        assert message == f"the ranks cannot be joined: rank 1: {what}"
-
-
-def short_of_descriptors(comm: Communicator, left: int) -> str:
+@pytest.mark.parametrize("left", [0, 1, 2])
+@on_ranks(2)
+def test_a_join_without_file_descriptors_on_one_rank_fails_on_all(
+    comm: Communicator, left: int
+) -> None:
     before = leakable_resources()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if comm.rank == 1:
@@ -208,37 +195,19 @@ def short_of_descriptors(comm: Communicator, left: int) -> str:
                 taken.append(os.open(os.devnull, os.O_RDONLY))
         for fd in taken[:left]:
             os.close(fd)
-    with pytest.raises(RuntimeError) as caught:
+    message = r"^the ranks cannot be joined: rank 1: .*(open files|file descriptor left)"
+    with pytest.raises(RuntimeError, match=message):
         Communicator.from_process_group()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert leakable_resources() == before
-    return str(caught.value)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("left", [0, 1, 2])
-def test_a_join_without_file_descriptors_on_one_rank_fails_on_all(left: int) -> None:
-    for message in run_processes(2, short_of_descriptors, left):
-        assert re.fullmatch(
-            r"the ranks cannot be joined: rank 1: .*(open files|file descriptor left).*", message
-        )
-
-
-def fail_before_the_segment_exists(comm: Communicator) -> str:
+@on_ranks(3)
+def test_no_rank_waits_for_memory_that_cannot_be_allocated(comm: Communicator) -> None:
     if comm.rank == 0:
         bootstrap.all_reduce_limits.one_shot_bytes = refusal(OSError("no memory"))
-    return fail_to_join()
-
-
-@pytest.mark.processes
-def test_no_rank_waits_for_memory_that_cannot_be_allocated() -> None:
-    for message in run_processes(3, fail_before_the_segment_exists):
-        assert "rank 0: OSError: no memory" in message and "TimeoutError" not in message
-
-
-def test_a_process_that_cannot_be_watched() -> None:
-    with pytest.raises(RuntimeError, match="cannot watch process -1.*Invalid argument"):
-        _backend.load().open_pidfd(-1)
+    message = fail_to_join()
+    assert "rank 0: OSError: no memory" in message and "TimeoutError" not in message
 
 
 def test_arguments_that_are_not_tensors() -> None:
@@ -250,22 +219,17 @@ def test_arguments_that_are_not_tensors() -> None:
 
 
 def test_bad_arguments() -> None:
-    for world_size in (0, -1):
-        with pytest.raises(ValueError, match=f"world_size must be at least 1, got {world_size}"):
-            Communicator.threads(world_size)
-    with pytest.raises(TypeError, match="world_size must be an int, got float"):
-        Communicator.threads(2.0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="timeout must be a number of seconds, got timedelta"):
-        Communicator.threads(2, timeout=timedelta(seconds=1))  # type: ignore[arg-type]
+    make, from_group = Communicator.threads, Communicator.from_process_group
+    for size in (0, -1):
+        assert_raises(ValueError, f"world_size must be at least 1, got {size}", make, size)
+    assert_raises(TypeError, "world_size must be an int, got float", make, 2.0)
+    message = "timeout must be a number of seconds, got timedelta"
+    assert_raises(TypeError, message, make, 2, timeout=timedelta(seconds=1))
     for timeout in (0, -1.0, 1e10, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="timeout must be a positive number"):
-            Communicator.threads(1, timeout=timeout)
-        with pytest.raises(ValueError, match="timeout must be a positive number"):
-            Communicator.from_process_group(timeout=timeout)
-    with pytest.raises(RuntimeError, match=r"call init_process_group\(\) first"):
-        Communicator.from_process_group()
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(Communicator.threads(1)[0])
+        assert_raises(ValueError, "timeout must be a positive number", make, 1, timeout=timeout)
+        assert_raises(ValueError, "timeout must be a positive number", from_group, timeout=timeout)
+    assert_raises(RuntimeError, r"call init_process_group\(\) first", from_group)
+    assert_raises(TypeError, "cannot be pickled", pickle.dumps, make(1)[0])
 
 
 @on_ranks(2)
@@ -288,24 +252,22 @@ def test_a_forked_child_can_neither_use_nor_disturb_the_communicator(
     assert comm.all_reduce(tensor).tolist() == [5.0 * comm.world_size] * 3
 
 
-# ---- threads -------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_several_threads_share_a_communicator(comm: Communicator, device: torch.device) -> None:
     """All threads make the same calls, as their order may differ by rank."""
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(50):
             x = torch.ones(20_000, device=device)
             assert comm.all_reduce(x).eq(comm.world_size).all()
 
     with ThreadPoolExecutor(3) as threads:
-        for done in [threads.submit(work) for _ in range(3)]:
-            done.result()
+        list(threads.map(work, range(3)))
 
 
-def run_beside_waiting_threads(comm: Communicator, size: int) -> None:
+@pytest.mark.parametrize("size", [4, 1 << 20], ids=["small", "large"])
+@on_ranks(2)
+def test_a_waiting_thread_releases_the_gil(comm: Communicator, size: int) -> None:
     """Two threads are in collectives: one waits for rank 1, the other for the first.
 
     Rank 1 comes when the main thread of rank 0 has run beside them.
@@ -325,12 +287,6 @@ def run_beside_waiting_threads(comm: Communicator, size: int) -> None:
         dist.barrier()
     for thread in threads:
         thread.join()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("size", [4, 1 << 20], ids=["small", "large"])
-def test_a_waiting_thread_releases_the_gil(size: int) -> None:
-    run_processes(2, run_beside_waiting_threads, size)
 
 
 def test_waiting_for_another_threads_call_is_bounded() -> None:
@@ -357,10 +313,7 @@ def test_collective_barrier() -> None:
         assert len(arrived) == 3
 
     with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(meet, range(3))) == [None] * 3
-
-
-# ---- symmetric tensors ---------------------------------------------------------------------------
+        list(threads.map(meet, range(3)))
 
 
 def test_empty(device: torch.device) -> None:
@@ -376,20 +329,16 @@ def test_empty(device: torch.device) -> None:
     assert empty(5).device == device and empty(5)._base is None
     with torch.device("meta"):
         assert empty(2, 0).device == empty(5).device == device
-    with pytest.raises(ValueError, match=r"negative, got \(2, -1\)"):
-        empty(2, -1)
-    with pytest.raises(TypeError, match="no place for the scale of torch.quint8"):
-        empty(3, dtype=torch.quint8)
-    with pytest.raises(TypeError, match="dtype must be a torch.dtype, got 'float32'"):
-        empty(3, dtype="float32")
-    with pytest.raises(RuntimeError, match="no room for .* bytes of symmetric memory"):
-        empty(1 << 40)
+    assert_raises(ValueError, r"negative, got \(2, -1\)", empty, 2, -1)
+    scale = "no place for the scale of torch.quint8"
+    assert_raises(TypeError, scale, empty, 3, dtype=torch.quint8)
+    not_a_dtype = "dtype must be a torch.dtype, got 'float32'"
+    assert_raises(TypeError, not_a_dtype, empty, 3, dtype="float32")
+    assert_raises(RuntimeError, "no room for .* bytes of symmetric memory", empty, 1 << 40)
     for sizes in ((1 << 62,), (1 << 62, 2), (1 << 32, (1 << 32) + 1)):  # Overflow 64 bits.
-        with pytest.raises(RuntimeError, match="no room for"):
-            comm.empty(sizes)
+        assert_raises(RuntimeError, "no room for", comm.empty, sizes)
     for sizes in ((1 << 62, 4, 0), (0, 1 << 62, 4)):
-        with pytest.raises(RuntimeError, match="overflow"):
-            comm.empty(sizes)
+        assert_raises(RuntimeError, "overflow", comm.empty, sizes)
 
 
 def test_symmetric_memory_is_not_in_core_dumps() -> None:
@@ -420,8 +369,8 @@ def test_live_tensors_keep_their_contents(comm: Communicator, device: torch.devi
                 assert view.eq(then * comm.world_size).all()
 
 
-def measure_resident_bytes(comm: Communicator) -> list[int]:
-    """Resident bytes after 150, 300, 450 and 600 steps, with a large tensor, and without it."""
+@on_ranks(2)
+def test_memory_does_not_grow_and_large_blocks_are_returned(comm: Communicator) -> None:
     used = []
     for _ in range(4):
         for step in range(150):
@@ -430,20 +379,12 @@ def measure_resident_bytes(comm: Communicator) -> list[int]:
             x = comm.empty(50_000 * (1 + step % 3))
             del y
         used.append(resident_bytes())
+    assert used[-1] == used[1]
     x = comm.empty(20_000_000).fill_(1)
-    used.append(resident_bytes())
+    large = resident_bytes()
+    assert large > 80_000_000
     del x
     for _ in range(200):
         comm.empty(1000)
-    used.append(resident_bytes())
+    assert resident_bytes() < large - 60_000_000
     comm.barrier()
-    return used
-
-
-@pytest.mark.processes
-def test_memory_does_not_grow_and_large_blocks_are_returned() -> None:
-    for used in run_processes(2, measure_resident_bytes):
-        *steady, large, after = used
-        assert steady[-1] == steady[1]
-        assert large > 80_000_000
-        assert after < large - 60_000_000

@@ -26,14 +26,6 @@ def gpu(device: torch.device) -> torch.device:
     return device
 
 
-both = pytest.mark.parametrize(
-    "run", [run_threads, pytest.param(run_processes, marks=pytest.mark.processes)]
-)
-
-
-# ---- without a GPU -------------------------------------------------------------------------------
-
-
 def test_unsupported_builds_and_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda:0")
     monkeypatch.setattr(_backend, "has_cuda", lambda: False)
@@ -168,7 +160,6 @@ def test_device_blocks_arrive(monkeypatch: pytest.MonkeyPatch, split: bool) -> N
     made = pretend_native(monkeypatch)
     (comm,) = Communicator.threads(1, device_blocks=5)
     own = comm.split(0) if split else comm
-    assert own is not None
     own._device_backend(torch.device("cuda:0"))
     assert made == [(0, 5)]
 
@@ -187,14 +178,10 @@ def test_a_child_is_given_what_its_parent_has_by_then(monkeypatch: pytest.Monkey
     assert after._parent is not None and after._parent() is None
 
 
-# ---- set-up and streams --------------------------------------------------------------------------
-
-
 @on_gpu
 @on_ranks(2, run_threads, run_processes)
 def test_using_and_closing_a_child(comm: Communicator, gpu: torch.device) -> None:
     child = comm.split(0)
-    assert child is not None
     x = child.empty(1000, device=gpu)
     assert child.all_reduce(x.fill_(1)).eq(comm.world_size).all()
     assert child.all_reduce(torch.ones(2)).tolist() == [comm.world_size] * 2  # And on the CPU.
@@ -208,24 +195,19 @@ def test_using_and_closing_a_child(comm: Communicator, gpu: torch.device) -> Non
     assert x.eq(comm.world_size).all()  # Its memory stays valid after close().
 
 
-def use_expandable_segments(comm: Communicator, gpu: torch.device) -> None:
+def set_allocator(rank: int, value: str) -> None:
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = value
+
+
+@on_gpu
+@on_ranks(2, prepare=(set_allocator, "expandable_segments:True"))
+def test_expandable_segments(comm: Communicator, gpu: torch.device) -> None:
     """Torch cannot export an IPC handle for such memory."""
     x, y = torch.ones(1 << 20, device=gpu), torch.full((1 << 20,), 2.0, device=gpu)
     assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
     assert comm.all_reduce(x).eq(comm.world_size).all()
     rows = comm.all_gather(y)
     assert comm.reduce_scatter(rows).eq(2 * comm.world_size).all()
-
-
-def set_allocator(rank: int, value: str) -> None:
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = value
-
-
-@pytest.mark.processes
-@on_gpu
-def test_expandable_segments(gpu: torch.device) -> None:
-    prepare = set_allocator, "expandable_segments:True"
-    run_processes(2, on(gpu, use_expandable_segments, gpu), prepare=prepare)
 
 
 @on_gpu
@@ -260,9 +242,6 @@ def test_a_rank_may_change_its_stream(comm: Communicator, gpu: torch.device) -> 
             comm.all_reduce(x.clone())
     comm.synchronize()
     assert x.eq(1).all()
-
-
-# ---- graphs --------------------------------------------------------------------------------------
 
 
 @on_gpu
@@ -325,9 +304,6 @@ def test_the_first_call_cannot_be_captured(gpu: torch.device) -> None:
         with pytest.raises(RuntimeError, match="allocate it before"):
             comm.empty(3, device=gpu)
         x.add_(1)
-
-
-# ---- failures on the device ----------------------------------------------------------------------
 
 
 def is_usable(gpu: torch.device) -> bool:
@@ -399,9 +375,6 @@ def test_a_rank_that_leaves_is_named(abort: bool, gpu: torch.device) -> None:
     run_processes(2, leave_early, gpu, abort)
 
 
-# ---- gates ---------------------------------------------------------------------------------------
-
-
 @on_gpu
 @on_ranks(2, run_threads, run_processes)
 def test_reduces_rows_while_they_are_written(comm: Communicator, gpu: torch.device) -> None:
@@ -443,9 +416,6 @@ def test_rows_that_are_never_ready(gpu: torch.device) -> None:
             assert x.isnan().all() and is_usable(gpu)
 
     run_threads(2, on_rank, timeout=3.0)
-
-
-# ---- endurance -----------------------------------------------------------------------------------
 
 
 @on_gpu

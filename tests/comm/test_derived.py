@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_threads
+from support.ranks import on_ranks, run_threads
 
 from pipekernels import Communicator
 from pipekernels.comm.process_group import derived
@@ -66,44 +66,35 @@ def expected(dtype: torch.dtype, op: str) -> list[Any]:
 
 @pytest.mark.parametrize("op", FOLDS)
 @pytest.mark.parametrize("dtype", [*FLOATS, *SIGNED, *UNSIGNED, *COMPLEX, torch.bool])
-def test_reductions(dtype: torch.dtype, op: str) -> None:
-    def body(comm: Communicator) -> None:
-        x = torch.tensor(values(comm.rank, dtype), dtype=dtype)
-        rows = x.repeat(RANKS, 1)
-        if not supported(dtype, op):
-            with pytest.raises(TypeError, match=f"no reduction '{op}'"):
-                derived.all_reduce(comm, x, op)
-            return
-        want = torch.tensor(expected(dtype, op), dtype=dtype)
-        derived.all_reduce(comm, x, op)
-        part = derived.reduce_scatter(comm, rows, op)
-        out = torch.empty_like(part)
-        assert derived.reduce_scatter(comm, rows, op, out) is out
-        kept = rows[0].clone()
-        derived.reduce(comm, kept, op, 1)
-        for found in (x, part[0], out[0], kept if comm.rank == 1 else want):
-            assert found.tolist() == want.tolist()
-        assert comm.rank == 1 or kept.tolist() == rows[0].tolist()
-
-    run_threads(RANKS, body)
+@on_ranks(RANKS, run_threads)
+def test_reductions(comm: Communicator, dtype: torch.dtype, op: str) -> None:
+    x = torch.tensor(values(comm.rank, dtype), dtype=dtype)
+    rows = x.repeat(RANKS, 1)
+    if not supported(dtype, op):
+        with pytest.raises(TypeError, match=f"no reduction '{op}'"):
+            derived.all_reduce(comm, x, op)
+        return
+    want = torch.tensor(expected(dtype, op), dtype=dtype)
+    derived.all_reduce(comm, x, op)
+    part = derived.reduce_scatter(comm, rows, op)
+    out = torch.empty_like(part)
+    assert derived.reduce_scatter(comm, rows, op, out) is out
+    kept = rows[0].clone()
+    derived.reduce(comm, kept, op, 1)
+    for found in (x, part[0], out[0], kept if comm.rank == 1 else want):
+        assert found.tolist() == want.tolist()
+    assert comm.rank == 1 or kept.tolist() == rows[0].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float16, torch.complex64])
-def test_exchanges(dtype: torch.dtype) -> None:
-    def body(comm: Communicator) -> None:
-        x = torch.tensor([[1, 0], [comm.rank, 1]]).to(dtype)
-        outputs = [torch.zeros(2, 2, dtype=dtype) for _ in range(RANKS)] if comm.rank == 2 else ()
-        derived.gather(comm, x.view(-1), outputs)
-        for rank, output in enumerate(outputs):
-            assert output.equal(torch.tensor([[1, 0], [rank, 1]]).to(dtype))
-        mine = torch.zeros(2, 2, dtype=dtype)
-        derived.scatter(
-            comm,
-            mine,
-            [x + i if dtype != torch.bool else x for i in range(RANKS)] if comm.rank == 1 else (),
-            1,
-        )
-        first = torch.tensor([[1, 0], [1, 1]]).to(dtype)
-        assert mine.equal(first if dtype == torch.bool else first + comm.rank)
-
-    run_threads(RANKS, body)
+@on_ranks(RANKS, run_threads)
+def test_exchanges(comm: Communicator, dtype: torch.dtype) -> None:
+    x = torch.tensor([[1, 0], [comm.rank, 1]]).to(dtype)
+    outputs = [torch.zeros(2, 2, dtype=dtype) for _ in range(RANKS)] if comm.rank == 2 else ()
+    derived.gather(comm, x.view(-1), outputs)
+    for rank, output in enumerate(outputs):
+        assert output.equal(torch.tensor([[1, 0], [rank, 1]]).to(dtype))
+    mine, step = torch.zeros(2, 2, dtype=dtype), int(dtype != torch.bool)
+    parts = [(x + step * i).to(dtype) for i in range(RANKS)] if comm.rank == 1 else ()
+    derived.scatter(comm, mine, parts, 1)
+    assert mine.equal((torch.tensor([[1, 0], [1, 1]]) + step * comm.rank).to(dtype))

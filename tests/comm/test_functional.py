@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ranks import on, run_processes, run_threads
+from support.checks import assert_full_gradients, assert_raises
+from support.ranks import on, on_ranks, run_processes, run_threads
 from torch import Tensor, nn
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, ops, reference
@@ -47,48 +48,32 @@ def test_values_equal_the_oracle(world_size: int, dtype: torch.dtype, device: to
     run_threads(world_size, on(device, on_rank))
 
 
-def test_non_contiguous_and_empty_inputs(device: torch.device) -> None:
+@on_ranks(2, run_threads)
+def test_non_contiguous_and_empty_inputs(comm: Communicator, device: torch.device) -> None:
     xs = [x.to(device) for x in inputs(2, 3, ROWS)]
-
-    def on_rank(comm: Communicator) -> None:
-        x = xs[comm.rank].t()
-        assert torch.equal(ops.all_reduce(x, comm), (xs[0] + xs[1]).t())
-        assert torch.equal(ops.all_gather(x, comm), torch.cat([xs[0].t(), xs[1].t()]))
-        assert torch.equal(ops.broadcast(x, comm, 1), xs[1].t())
-        empty = torch.empty(0, 5, device=device)
-        for result in (
-            ops.all_reduce(empty, comm),
-            ops.reduce_scatter(empty, comm),
-            ops.all_gather(empty, comm),
-        ):
-            assert result.shape == (0, 5)
-
-    run_threads(2, on(device, on_rank))
+    x = xs[comm.rank].t()
+    assert torch.equal(ops.all_reduce(x, comm), (xs[0] + xs[1]).t())
+    assert torch.equal(ops.all_gather(x, comm), torch.cat([xs[0].t(), xs[1].t()]))
+    assert torch.equal(ops.broadcast(x, comm, 1), xs[1].t())
+    empty = torch.empty(0, 5, device=device)
+    for operation in (ops.all_reduce, ops.reduce_scatter, ops.all_gather):
+        assert operation(empty, comm).shape == (0, 5)
 
 
 # Each case: the operation on one rank, and a reference for all ranks at once. Autograd of the
 # reference gives the expected gradients of the sum of all ranks' losses.
 SUMMED_LOSS = {
-    "all_reduce": (
-        lambda x, comm: ops.all_reduce(x, comm),
-        lambda xs: [sum(xs)] * len(xs),
-    ),
+    "all_reduce": (ops.all_reduce, lambda xs: [sum(xs)] * len(xs)),
     "all_reduce avg": (
         lambda x, comm: ops.all_reduce(x, comm, "avg"),
         lambda xs: [sum(xs) / len(xs)] * len(xs),
     ),
-    "reduce_scatter": (
-        lambda x, comm: ops.reduce_scatter(x, comm),
-        lambda xs: list(sum(xs).chunk(len(xs))),
-    ),
+    "reduce_scatter": (ops.reduce_scatter, lambda xs: list(sum(xs).chunk(len(xs)))),
     "reduce_scatter avg": (
         lambda x, comm: ops.reduce_scatter(x, comm, "avg"),
         lambda xs: list((sum(xs) / len(xs)).chunk(len(xs))),
     ),
-    "all_gather": (
-        lambda x, comm: ops.all_gather(x, comm),
-        lambda xs: [torch.cat(xs)] * len(xs),
-    ),
+    "all_gather": (ops.all_gather, lambda xs: [torch.cat(xs)] * len(xs)),
     "broadcast": (
         lambda x, comm: ops.broadcast(x, comm, comm.world_size - 1),
         lambda xs: [xs[-1]] * len(xs),
@@ -142,19 +127,16 @@ def test_plain_collectives_are_differentiable_twice(operation: str, device: torc
 
 
 @pytest.mark.parametrize("operation", [ops.all_gather, ops.broadcast])
+@on_ranks(2, run_threads)
 def test_complex_tensors_that_are_moved_have_gradients(
-    operation: Callable[..., torch.Tensor], device: torch.device
+    comm: Communicator, operation: Callable[..., torch.Tensor], device: torch.device
 ) -> None:
     parts = [torch.complex(*inputs(2, ROWS)).to(device) * (rank + 1) for rank in range(2)]
-
-    def on_rank(comm: Communicator) -> None:
-        x = parts[comm.rank].clone().requires_grad_()
-        y = operation(x, comm)
-        (y * y.detach().conj()).real.sum().backward()
-        moved = operation is ops.all_gather or comm.rank == 0
-        torch.testing.assert_close(x.grad, x.detach() * 2 if moved else torch.zeros_like(x))
-
-    run_threads(2, on(device, on_rank))
+    x = parts[comm.rank].clone().requires_grad_()
+    y = operation(x, comm)
+    (y * y.detach().conj()).real.sum().backward()
+    moved = operation is ops.all_gather or comm.rank == 0
+    torch.testing.assert_close(x.grad, x.detach() * 2 if moved else torch.zeros_like(x))
 
 
 @pytest.mark.parametrize("size", [8, 7, 4])
@@ -206,17 +188,15 @@ def test_a_second_derivative_of_a_tensor_parallel_step_raises(
         torch.autograd.grad(STEPS[step](x, comm).sum(), x, create_graph=True)
 
 
-def test_no_grad_and_autocast_keep_the_dtype(device: torch.device) -> None:
-    def on_rank(comm: Communicator) -> None:
-        x = torch.ones(4, device=device, requires_grad=True)
-        with torch.no_grad():
-            assert not ops.all_reduce(x, comm).requires_grad
-        with torch.autocast(device.type, torch.bfloat16):
-            assert ops.all_reduce(x, comm).dtype == torch.float32
-            ones = torch.ones(3, 4, device=device)
-            assert tp.row_linear(ones, ones, comm).dtype == torch.bfloat16
-
-    run_threads(2, on(device, on_rank))
+@on_ranks(2, run_threads)
+def test_no_grad_and_autocast_keep_the_dtype(comm: Communicator, device: torch.device) -> None:
+    x = torch.ones(4, device=device, requires_grad=True)
+    with torch.no_grad():
+        assert not ops.all_reduce(x, comm).requires_grad
+    with torch.autocast(device.type, torch.bfloat16):
+        assert ops.all_reduce(x, comm).dtype == torch.float32
+        ones = torch.ones(3, 4, device=device)
+        assert tp.row_linear(ones, ones, comm).dtype == torch.bfloat16
 
 
 def test_slices_of_rows_between_layers(device: torch.device) -> None:
@@ -235,10 +215,8 @@ def test_slices_of_rows_between_layers(device: torch.device) -> None:
         assert y.shape[0] == ROWS // comm.world_size
         y = tp.gather_from_ranks(y.movedim(0, -1), comm, ROWS).movedim(-1, 0)
         last(y).square().sum().backward()
-        for layer, whole, dim in ((column, up, 0), (row, down, 1), (last, head, 0)):
-            expected = whole.weight.grad.tensor_split(comm.world_size, dim)[comm.rank]
-            torch.testing.assert_close(layer.weight.grad, expected)
-        torch.testing.assert_close(row.bias.grad, down.bias.grad)
+        layers = nn.Sequential(column, row, last)
+        assert_full_gradients(layers, nn.Sequential(up, down, head))
 
     run_threads(2, on(device, on_rank))
 
@@ -249,13 +227,13 @@ def test_registration(requires_grad: bool, device: torch.device) -> None:
     """Schema, fake and autograd agree with what the kernels do (torch.library.opcheck)."""
     (comm,) = Communicator.threads(1)
     x = torch.randn(4, 3, device=device, requires_grad=requires_grad)
-    registered = torch.ops.pipekernels
-    torch.library.opcheck(registered.all_reduce, (x, comm.handle, "sum", "auto", "rank"))
-    torch.library.opcheck(registered.reduce_scatter, (x, comm.handle, "sum", "rank"))
-    torch.library.opcheck(registered.all_gather, (x, comm.handle))
-    torch.library.opcheck(registered.broadcast, (x, comm.handle, 0))
+    registered, opcheck = torch.ops.pipekernels, torch.library.opcheck
+    opcheck(registered.all_reduce, (x, comm.handle, "sum", "auto", "rank"))
+    opcheck(registered.reduce_scatter, (x, comm.handle, "sum", "rank"))
+    opcheck(registered.all_gather, (x, comm.handle))
+    opcheck(registered.broadcast, (x, comm.handle, 0))
     weight = torch.randn(5, 3, device=device)
-    torch.library.opcheck(registered.row_linear, (x.detach(), weight, comm.handle, False, "auto"))
+    opcheck(registered.row_linear, (x.detach(), weight, comm.handle, False, "auto"))
 
 
 @pytest.mark.compile
@@ -293,60 +271,44 @@ def cache_in(rank: int, folder: Path) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
-def compiled_twice(comm: Communicator) -> list[list[float]]:
-    grads = []
+def compiled_twice(comm: Communicator) -> None:
     for _ in range(2):
         x = torch.ones(3, requires_grad=True)
         torch.compile(ops.broadcast, fullgraph=True)(x, comm, 0).sum().backward()
-        grads.append(x.grad.tolist())
+        assert x.grad.tolist() == [0.0 if comm.rank else 2.0] * 3
         comm.barrier()  # Both ranks' graphs are in the cache now.
         torch._dynamo.reset()  # The second iteration looks its graph up in the cache.
-    return grads
 
 
 @pytest.mark.compile
 @pytest.mark.processes
 def test_ranks_do_not_share_cached_graphs(tmp_path: Path) -> None:
     """Graphs depend on the rank: broadcast's backward returns zeros on all ranks but the source."""
-    answers = run_processes(
-        2, compiled_twice, timeout=100.0, limit=110.0, prepare=(cache_in, tmp_path)
-    )
-    assert answers == [[[2.0] * 3] * 2, [[0.0] * 3] * 2]
+    run_processes(2, compiled_twice, timeout=100.0, limit=110.0, prepare=(cache_in, tmp_path))
 
 
 def test_errors_state_value_limit_and_remedy() -> None:
     (comm,) = Communicator.threads(1)
     first, second = Communicator.threads(2)
-    x = torch.ones(3, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"op='max' has no gradient.*x\.detach\(\)"):
-        ops.all_reduce(x, comm, "max")
-    with pytest.raises(ValueError, match="src must be a rank in 0..1, got 2"):
-        ops.broadcast(x, first, 2)
-    with pytest.raises(TypeError, match="src must be an int, got float"):
-        ops.broadcast(x, first, 1.0)
-    with pytest.raises(ValueError, match=r"2 equal slices.*has shape \(3,\); pad"):
-        ops.reduce_scatter(x, second)
-    with pytest.raises(ValueError, match="dimension 0, but x has none"):
-        ops.all_gather(torch.tensor(1.0), comm)
-    for operation in (ops.all_reduce, ops.reduce_scatter, ops.all_gather, ops.broadcast):
-        with pytest.raises(TypeError, match=f"{operation.__name__} works on tensors, got list"):
-            operation([1.0], comm)
-        with pytest.raises(TypeError, match="comm must be a Communicator, got NoneType"):
-            operation(x, None)
-    with pytest.raises(ValueError, match="3 features over 4 ranks.*at most 3 ranks"):
-        tp.shard_sizes(3, 4)
-    with pytest.raises(
-        ValueError, match=r"holds 3 of 6 features over 2 ranks, but x has shape \(4,\)"
-    ):
-        tp.gather_from_ranks(torch.ones(4), first, 6)
-    with pytest.raises(ValueError, match=r"is on cpu, but the input on meta; move it with \.to"):
-        comm.output((3,), torch.ones(3, device="meta"))
+    x, meta = torch.ones(3, requires_grad=True), torch.ones(3, device="meta")
+    no_gradient = r"op='max' has no gradient.*x\.detach\(\)"
+    assert_raises(RuntimeError, no_gradient, ops.all_reduce, x, comm, "max")
+    assert_raises(ValueError, "src must be a rank in 0..1, got 2", ops.broadcast, x, first, 2)
+    assert_raises(TypeError, "src must be an int, got float", ops.broadcast, x, first, 1.0)
+    slices = r"2 equal slices.*has shape \(3,\); pad"
+    assert_raises(ValueError, slices, ops.reduce_scatter, x, second)
+    assert_raises(ValueError, "dimension 0, but x has none", ops.all_gather, x[0], comm)
+    for call in (ops.all_reduce, ops.reduce_scatter, ops.all_gather, ops.broadcast):
+        assert_raises(TypeError, f"{call.__name__} works on tensors, got list", call, [1.0], comm)
+        assert_raises(TypeError, "comm must be a Communicator, got NoneType", call, x, None)
+    assert_raises(ValueError, "3 features over 4 ranks.*at most 3 ranks", tp.shard_sizes, 3, 4)
+    held = r"holds 3 of 6 features over 2 ranks, but x has shape \(4,\)"
+    assert_raises(ValueError, held, tp.gather_from_ranks, torch.ones(4), first, 6)
+    moved = r"is on cpu, but the input on meta; move it with \.to"
+    assert_raises(ValueError, moved, comm.output, (3,), meta)
 
 
 def test_the_handle_of_a_collected_communicator_is_named() -> None:
-    (comm,) = Communicator.threads(1)
-    handle = comm.handle
-    assert Communicator.from_handle(handle) is comm
-    del comm
+    handle = Communicator.threads(1)[0].handle
     with pytest.raises(RuntimeError, match=f"no communicator has handle {handle}.*keep"):
         Communicator.from_handle(handle)

@@ -5,8 +5,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_processes
+from support.programs import python
+from support.ranks import on_ranks
 
 from pipekernels import Communicator, cli
 from pipekernels.comm import all_reduce_limits, measure
@@ -27,9 +26,6 @@ REMEDY = "write it anew with `pipekernels tune`"
 
 def limits_used(communicators: list[Communicator]) -> list[int]:
     return [each._cpu_backend.core.one_shot_bytes for each in communicators]
-
-
-# ---- the files -----------------------------------------------------------------------------------
 
 
 def test_saving_and_loading(cache: Path) -> None:
@@ -123,8 +119,8 @@ def make_endless(path: Path) -> None:
 
 
 def make_huge(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 40)  # It takes no space.
+    path.touch()
+    os.truncate(path, 1 << 40)  # It takes no space.
 
 
 @pytest.mark.processes
@@ -137,9 +133,7 @@ def test_special_and_huge_files_are_ignored(cache: Path, make: Callable[[Path], 
         "import warnings; from pipekernels import Communicator; warnings.simplefilter('always'); "
         "print(Communicator.threads(2)[0]._cpu_backend.core.one_shot_bytes)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
+    result = python("-c", script)
     assert result.stdout == "0\n"
     assert f"{path} is not used" in result.stderr
 
@@ -150,32 +144,22 @@ def test_an_unmeasured_world_size_takes_the_limit_of_the_next_smaller_one() -> N
     assert taken == {1: 1, 2: 1, 3: 1, 4: 2, 15: 2, 16: 3, 1000: 3}
 
 
-# ---- agreement -----------------------------------------------------------------------------------
-
-
 def test_threads_use_the_measured_limits(cache: Path) -> None:
     all_reduce_limits.save(Limits({2: 5000, 3: 7000}, DATE))
     assert limits_used(Communicator.threads(2)) == [5000] * 2
     assert limits_used(Communicator.threads(3)) == [7000] * 3
 
 
-def join_with_own_file(first: Communicator, folder: str) -> int:
-    os.environ["XDG_CACHE_HOME"] = f"{folder}/{first.rank}"
+@on_ranks(3)
+def test_ranks_with_different_files_agree(first: Communicator, tmp_path: Path) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path / str(first.rank))
     if first.rank != 1:  # Rank 1 has no file.
         all_reduce_limits.save(Limits({2: 1000 << 2 * first.rank}, DATE))
     with Communicator.from_process_group(timeout=20) as communicator:
         for bytes_ in (500, 2000, 10_000, 100_000):
             ones = torch.ones(bytes_ // 4)
             assert torch.equal(communicator.all_reduce(ones), torch.full_like(ones, 3))
-        return limits_used([communicator])[0]
-
-
-@pytest.mark.processes
-def test_ranks_with_different_files_agree(tmp_path: Path) -> None:
-    assert run_processes(3, join_with_own_file, str(tmp_path)) == [1000, 1000, 1000]
-
-
-# ---- measuring limits ----------------------------------------------------------------------------
+        assert limits_used([communicator]) == [1000]
 
 
 def times(one_shot: float, two_shot: float, growth: dict[str, float]) -> measure.Times:
@@ -217,12 +201,8 @@ def test_world_sizes_fit_the_machine() -> None:
 @pytest.mark.processes
 def test_tune_saves_the_limits_that_info_reports(cache: Path) -> None:
     assert "built-in limits" in cli.info()
-    result = subprocess.run(
-        [sys.executable, "-m", "pipekernels", "tune", "--quick"],
-        capture_output=True, text=True, timeout=100, check=True,
-    )  # fmt: skip
+    result = python("-m", "pipekernels", "tune", "--quick")
     measured = all_reduce_limits.load()
-    assert measured is not None
     assert list(measured.one_shot_bytes) == measure.world_sizes(len(os.sched_getaffinity(0)))
     assert set(measured.one_shot_bytes.values()) <= set(measure.SIZES)
     for world_size, limit in measured.one_shot_bytes.items():

@@ -5,6 +5,7 @@ import gc
 import os
 import resource
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +23,11 @@ from support.ranks import (
 
 from pipekernels import Communicator, PeerError
 
-both = pytest.mark.parametrize(
-    "run", [run_threads, pytest.param(run_processes, marks=pytest.mark.processes)]
-)
 
-
-def split_in_many_ways(comm: Communicator, device: torch.device) -> list[Any]:
-    answers = []
+@on_ranks(4, run_threads, run_processes)
+def test_members_and_order(comm: Communicator, device: torch.device) -> None:
+    """As MPI_Comm_split: by colour, then key, then rank."""
+    answers: list[Any] = []
     mine = torch.tensor([comm.rank], device=device)
     for color, key in [
         (0, None),
@@ -48,20 +47,17 @@ def split_in_many_ways(comm: Communicator, device: torch.device) -> list[Any]:
             assert ranks[child.rank] == comm.rank and child.world_size == len(ranks)
             assert child.timeout == comm.timeout and Communicator.from_handle(child.handle) is child
             answers.append(ranks)
+    assert (
+        answers
+        == [
+            [[0, 1, 2, 3], [0, 2], [2, 0], [0, 2, 1, 3], [0, 2, 3], [0], [2, 0]],
+            [[0, 1, 2, 3], [1, 3], [3, 1], [0, 2, 1, 3], None, [1], [3, 1]],
+            [[0, 1, 2, 3], [0, 2], [2, 0], [0, 2, 1, 3], [0, 2, 3], [2], [2, 0]],
+            [[0, 1, 2, 3], [1, 3], [3, 1], [0, 2, 1, 3], [0, 2, 3], [3], [3, 1]],
+        ][comm.rank]
+    )
     assert comm.split(None) is None
     assert comm.all_reduce(torch.ones(1, device=device)).item() == comm.world_size
-    return answers
-
-
-@both
-def test_members_and_order(run: Callable[..., Any], device: torch.device) -> None:
-    """As MPI_Comm_split: by colour, then key, then rank."""
-    assert run(4, on(device, split_in_many_ways, device)) == [
-        [[0, 1, 2, 3], [0, 2], [2, 0], [0, 2, 1, 3], [0, 2, 3], [0], [2, 0]],
-        [[0, 1, 2, 3], [1, 3], [3, 1], [0, 2, 1, 3], None, [1], [3, 1]],
-        [[0, 1, 2, 3], [0, 2], [2, 0], [0, 2, 1, 3], [0, 2, 3], [2], [2, 0]],
-        [[0, 1, 2, 3], [1, 3], [3, 1], [0, 2, 1, 3], [0, 2, 3], [3], [3, 1]],
-    ]
 
 
 def fail_apart(device: torch.device, comm: Communicator) -> None:
@@ -85,7 +81,9 @@ def fail_apart(device: torch.device, comm: Communicator) -> None:
             assert pair.all_reduce(x).tolist() == [2.0, 2.0]
 
 
-@both
+@pytest.mark.parametrize(
+    "run", [run_threads, pytest.param(run_processes, marks=pytest.mark.processes)]
+)
 def test_parent_and_children_are_independent(run: Callable[..., Any], device: torch.device) -> None:
     run(4, functools.partial(fail_apart, device))
 
@@ -113,7 +111,6 @@ def test_no_room_is_an_error_on_all_ranks(comm: Communicator) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     comm.barrier()
     child = comm.split(comm.rank % 2)
-    assert child is not None
     assert child.all_reduce(torch.tensor([comm.rank])).item() == 2 + 2 * (comm.rank % 2)
 
 
@@ -180,14 +177,16 @@ def test_start_methods_when_the_parent_has_a_communicator(
     assert own.all_reduce(x).tolist() == [1.0] * 3
 
 
-def meet_in_forked_children(comm: Communicator, folder: str) -> None:
-    """The forked children of two ranks make a new communicator."""
+@on_ranks(2)
+def test_forked_children_of_ranks_make_a_new_communicator(
+    comm: Communicator, tmp_path: Path
+) -> None:
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
             comm.close()
-            store = dist.FileStore(f"{folder}/store", 2)
+            store = dist.FileStore(str(tmp_path / "store"), 2)
             with Communicator.from_store(store, comm.rank, 2, timeout=20.0) as own:
                 status = 0 if own.all_reduce(torch.ones(1)).item() == 2 else 2
         finally:
@@ -195,11 +194,6 @@ def meet_in_forked_children(comm: Communicator, folder: str) -> None:
     assert comm.all_reduce(torch.ones(1)).item() == 2
     assert os.waitpid(pid, 0)[1] == 0
     assert comm.all_reduce(torch.ones(1)).item() == 2
-
-
-@pytest.mark.processes
-def test_forked_children_of_ranks_make_a_new_communicator(tmp_path: Any) -> None:
-    run_processes(2, meet_in_forked_children, str(tmp_path))
 
 
 @pytest.mark.slow

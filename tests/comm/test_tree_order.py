@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from support.ranks import on, run_threads
+from support.ranks import on, on_ranks, run_threads
+from support.sweeps.collectives import ALGORITHMS, FLOATS
 from torch import Tensor
 
 from pipekernels import Communicator, ops, reference
 
-ALGORITHMS = ["auto", "one_shot", "two_shot", "ring"]
-FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 TERMS = 8
 
 
@@ -91,39 +90,34 @@ def test_sums_do_not_depend_on_the_number_of_ranks(algorithm: str, device: torch
     assert not all(x.equal(first) for x in others)
 
 
-def test_maxima_and_integers_are_the_same_in_both_orders() -> None:
-    def on_rank(comm: Communicator) -> None:
-        for op in ("max", "min"):
-            x = torch.tensor([float(comm.rank), float("nan")])
-            x = comm.all_reduce(x, op, order="tree" if comm.rank else "rank")
-            assert x[0] == (4 if op == "max" else 0) and x[1].isnan()
-        for algorithm in ALGORITHMS:
-            x = torch.full((100,), 2**62 + comm.rank)
-            comm.all_reduce(x, algorithm=algorithm, order="tree")
-            assert x.eq(2**62 + 10).all()
-        with pytest.raises(ValueError, match="average of int64"):
-            comm.all_reduce(x, "avg", order="tree")
-
-    run_threads(5, on_rank)
+@on_ranks(5, run_threads)
+def test_maxima_and_integers_are_the_same_in_both_orders(comm: Communicator) -> None:
+    for op in ("max", "min"):
+        x = torch.tensor([float(comm.rank), float("nan")])
+        x = comm.all_reduce(x, op, order="tree" if comm.rank else "rank")
+        assert x[0] == (4 if op == "max" else 0) and x[1].isnan()
+    for algorithm in ALGORITHMS:
+        x = torch.full((100,), 2**62 + comm.rank)
+        comm.all_reduce(x, algorithm=algorithm, order="tree")
+        assert x.eq(2**62 + 10).all()
+    with pytest.raises(ValueError, match="average of int64"):
+        comm.all_reduce(x, "avg", order="tree")
 
 
-def test_gradients_are_summed_in_the_same_order(device: torch.device) -> None:
+@on_ranks(TERMS, run_threads)
+def test_gradients_are_summed_in_the_same_order(comm: Communicator, device: torch.device) -> None:
     inputs = [x.to(device) for x in terms(torch.float32)]
     expected = {order: reference.all_reduce(inputs, "sum", order) for order in ("rank", "tree")}
     slices = reference.reduce_scatter([x[:1000] for x in inputs], "avg", "tree")
     assert not expected["rank"].equal(expected["tree"])
-
-    def on_rank(comm: Communicator) -> None:
-        for order, total in expected.items():
-            x = inputs[comm.rank].clone().requires_grad_()
-            y = ops.all_reduce(x, comm, order=order)
-            assert y.equal(total)
-            y.backward(inputs[comm.rank])
-            assert x.grad.equal(total)
-        x = inputs[comm.rank][:1000].clone().requires_grad_()
-        y = ops.reduce_scatter(x, comm, "avg", order="tree")
-        assert y.equal(slices[comm.rank])
-        y.backward(torch.full_like(y, float(comm.rank)))
-        assert x.grad.equal(torch.arange(8.0, device=device).repeat_interleave(125) / 8)
-
-    run_threads(TERMS, on(device, on_rank))
+    for order, total in expected.items():
+        x = inputs[comm.rank].clone().requires_grad_()
+        y = ops.all_reduce(x, comm, order=order)
+        assert y.equal(total)
+        y.backward(inputs[comm.rank])
+        assert x.grad.equal(total)
+    x = inputs[comm.rank][:1000].clone().requires_grad_()
+    y = ops.reduce_scatter(x, comm, "avg", order="tree")
+    assert y.equal(slices[comm.rank])
+    y.backward(torch.full_like(y, float(comm.rank)))
+    assert x.grad.equal(torch.arange(8.0, device=device).repeat_interleave(125) / 8)

@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import leakable_resources, run_processes
+from support.ranks import leakable_resources, on_ranks
 
 from pipekernels import Communicator, PeerError
 from pipekernels.comm import messages
 from pipekernels.comm.join import bootstrap, process, rendezvous
 from pipekernels.comm.join.deadline import Deadline
-
-# ---- the contents of a store ---------------------------------------------------------------------
 
 
 class Bomb:
@@ -119,33 +117,23 @@ def test_an_impossible_message_size_is_an_error(size: int) -> None:
         messages.all_gather("", messages.text, gather, torch.device("cpu"))
 
 
-# ---- a store that was used before ----------------------------------------------------------------
-
-
-def join_repeatedly(alone: Communicator, path: str) -> list[float]:
-    store = dist.FileStore(path, 3)
-    sums = []
+@pytest.mark.parametrize("closed", [False, True])
+@on_ranks(3)
+def test_keys_of_earlier_ranks_in_a_store_are_ignored(
+    alone: Communicator, closed: bool, tmp_path: Path
+) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 3)
+    if alone.rank == 0:
+        store.set(rendezvous._LATEST, "before")
+        for rank in range(3):
+            store.set(f"before/{rank}", f"token {rank}")
+            store.set(f"before/1/{rank}", messages.encode("an old problem").decode())
+        if closed:
+            store.set("before/all", messages.encode(["token 0", "token 1", "token 2"]).decode())
+    alone.barrier()
     for _ in range(3):
         with Communicator.from_store(store, alone.rank, 3, timeout=20.0) as comm:
-            sums.append(comm.all_reduce(torch.tensor([10.0**comm.rank])).item())
-    return sums
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("closed", [False, True])
-def test_keys_of_earlier_ranks_in_a_store_are_ignored(closed: bool, tmp_path: Path) -> None:
-    path = str(tmp_path / "store")
-    store = dist.FileStore(path, 3)
-    store.set(rendezvous._LATEST, "before")
-    for rank in range(3):
-        store.set(f"before/{rank}", f"token {rank}")
-        store.set(f"before/1/{rank}", messages.encode("an old problem").decode())
-    if closed:
-        store.set("before/all", messages.encode(["token 0", "token 1", "token 2"]).decode())
-    assert run_processes(3, join_repeatedly, path) == [[111.0] * 3] * 3
-
-
-# ---- the socket that passes the shared memory ----------------------------------------------------
+            assert comm.all_reduce(torch.tensor([10.0**comm.rank])).item() == 111
 
 
 @contextlib.contextmanager
@@ -156,23 +144,17 @@ def listening(backlog: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def test_only_members_receive_the_memory() -> None:
+@pytest.mark.parametrize("why", ["another process", "another user"])
+def test_only_members_receive_the_memory(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(8) as listener, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(listener.getsockname())
-        before = leakable_resources()
+        before, pid = leakable_resources(), 1  # Which never connects.
+        if why == "another user":
+            pid, other = os.getpid(), os.geteuid() + 1
+            monkeypatch.setattr(os, "geteuid", lambda: other)
         with pytest.raises(TimeoutError, match=r"rank\(s\) 5 did not fetch .* within 0.2 s"):
-            bootstrap._hand_out(listener, {1: 5}, Deadline(0.2))  # Process 1 never connects.
+            bootstrap._hand_out(listener, {pid: 5}, Deadline(0.2))
         assert leakable_resources() == before
-        assert socket.recv_fds(stranger, 1, 1)[:2] == (b"", [])
-
-
-def test_another_user_is_not_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    with listening(8) as listener, socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(listener.getsockname())
-        other = os.geteuid() + 1
-        monkeypatch.setattr(os, "geteuid", lambda: other)
-        with pytest.raises(TimeoutError, match=r"rank\(s\) 5 did not fetch"):
-            bootstrap._hand_out(listener, {os.getpid(): 5}, Deadline(0.2))
         assert socket.recv_fds(stranger, 1, 1)[:2] == (b"", [])
 
 
@@ -192,17 +174,12 @@ def test_strangers_do_not_prolong_the_wait() -> None:
             bootstrap._hand_out(listener, {1: 1}, Deadline(1.0))
         ended.set()
 
-    with listening(8) as listener:
-        threads = [
-            threading.Thread(target=visit, args=(listener.getsockname(),), daemon=True),
-            threading.Thread(target=hand_out, daemon=True),
-        ]
-        for thread in threads:
-            thread.start()
+    with listening(8) as listener, ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(visit, listener.getsockname()), threads.submit(hand_out)]
         in_time = ended.wait(20)
         ended.set()
-        for thread in threads:
-            thread.join(10)
+        for call in calls:
+            call.result(10)
         assert in_time
 
 
@@ -250,35 +227,26 @@ def test_a_rank_waits_while_others_fill_the_listen_queue() -> None:
         thread.join(10)
 
 
-# ---- ranks that die while others join ------------------------------------------------------------
-
-
-def lose_a_rank_that_joins(alone: Communicator, path: str, hosts: str) -> tuple[str, float]:
+@pytest.mark.parametrize("hosts", ["aaa", "aab", "abb"])
+@on_ranks(3, killed=(2,))
+def test_a_rank_that_dies_while_it_joins_is_named_within_the_timeout(
+    alone: Communicator, hosts: str, tmp_path: Path
+) -> None:
     os.environ["PIPEKERNELS_HOST_ID"] = hosts[alone.rank]
     if alone.rank == 2:  # Dies after the others have its message.
         bootstrap._share = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    store = dist.FileStore(path, 3)
+    store = dist.FileStore(str(tmp_path / "store"), 3)
     alone.barrier()
     began = time.monotonic()
     with pytest.raises((PeerError, TimeoutError)) as caught:
         Communicator.from_store(store, alone.rank, 3, timeout=6.0)
-    return str(caught.value), time.monotonic() - began
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("hosts", ["aaa", "aab", "abb"])
-def test_a_rank_that_dies_while_it_joins_is_named_within_the_timeout(
-    hosts: str, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "store")
-    results = run_processes(3, lose_a_rank_that_joins, path, hosts, killed=(2,))
-    for host, (message, seconds) in zip(hosts, results[:2], strict=False):
-        if host == hosts[2]:  # Seen at once by the ranks of its host.
-            assert message == "rank 2 has died before the communicator was made"
-            assert seconds < 4
-        else:
-            assert "rank(s) 2 of 3 did not join within 6 s" in message
-            assert seconds < 11  # A timeout per wait instead of one in all would take 12 or 18 s.
+    seconds = time.monotonic() - began
+    if hosts[alone.rank] == hosts[2]:  # Seen at once by the ranks of its host.
+        assert str(caught.value) == "rank 2 has died before the communicator was made"
+        assert seconds < 4
+    else:
+        assert "rank(s) 2 of 3 did not join within 6 s" in str(caught.value)
+        assert seconds < 11  # A timeout per wait instead of one in all would take 12 or 18 s.
 
 
 @pytest.mark.processes
