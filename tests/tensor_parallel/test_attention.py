@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import on, run_threads
+from support.checks import assert_full_gradients, assert_raises, assert_same_state
+from support.ranks import on, on_ranks, run_threads
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
@@ -66,9 +67,8 @@ def test_attention_is_that_of_the_full_layer(
         sum(tensor.square().sum() for tensor in found).backward()
         return [tensor.detach() for tensor in [*found, x.grad, y.grad]]
 
-    expected = run(copy.deepcopy(full))
     plain = copy.deepcopy(full)
-    run(plain)
+    expected = run(plain)
 
     def body(comm: Communicator) -> None:
         model = nn.Sequential(copy.deepcopy(full))
@@ -77,13 +77,8 @@ def test_attention_is_that_of_the_full_layer(
         assert isinstance(layer, ParallelMultiheadAttention)
         torch.testing.assert_close(run(layer), expected)
         state = full_state_dict(model)
-        assert list(state) == [f"0.{key}" for key in full.state_dict()]
-        for parameter in layer.parameters():
-            parameter.data = parameter.grad
-        gradients = full_state_dict(model)
-        for key, parameter in plain.named_parameters():
-            assert torch.equal(state[f"0.{key}"], full.state_dict()[key])
-            torch.testing.assert_close(gradients[f"0.{key}"], parameter.grad)
+        assert_same_state(state, nn.Sequential(full).state_dict())
+        assert_full_gradients(model, nn.Sequential(plain))
         model.load_state_dict(state)
         tensor_unparallelize(model)
         assert str(model[0]) == str(full)
@@ -130,32 +125,24 @@ def test_auto_shards_a_whole_transformer(training: bool, norm_first: bool) -> No
         torch.testing.assert_close(run(model), expected)
         with torch.no_grad():  # In evaluation torch's fused kernel would run.
             torch.testing.assert_close(model(source, target, tgt_mask=causal), expected)
-        for parameter in model.parameters():
-            parameter.data = parameter.grad
-        gradients = full_state_dict(model)
-        for key, parameter in plain.named_parameters():
-            torch.testing.assert_close(gradients[key], parameter.grad)
+        assert_full_gradients(model, plain)
         assert str(tensor_unparallelize(model)) == str(full)
 
     run_threads(2, body)
 
 
-def test_what_cannot_be_sharded_is_refused() -> None:
-    def body(comm: Communicator) -> None:
-        cases = [
-            (attention(kdim=4), ValueError, "kdim, vdim, add_bias_kv and add_zero_attn are not"),
-            (attention(add_zero_attn=True), ValueError, "kdim, vdim, add_bias_kv"),
-            (nn.MultiheadAttention(4, 1), ValueError, "2 ranks cannot share 1 heads evenly"),
-            (nn.Linear(4, 4), TypeError, "must be an nn.MultiheadAttention, got torch.nn.modules"),
-        ]
-        for layer, error, message in cases:
-            with pytest.raises(error, match=message):
-                ParallelMultiheadAttention(layer, comm)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="'1', a torch.*Linear, but only nn.MultiheadAttention"):
-            model = nn.Sequential(attention(), nn.Linear(WIDTH, WIDTH))
-            tensor_parallelize(model, {"[01]": "attention"}, comm)
-        layer, x = ParallelMultiheadAttention(attention(), comm), torch.ones(3, 1, WIDTH).double()
-        with pytest.raises(ValueError, match="is a hint about attn_mask, which is missing"):
-            layer(x, x, x, is_causal=True)
-
-    run_threads(2, body)
+@on_ranks(2, run_threads)
+def test_what_cannot_be_sharded_is_refused(comm: Communicator) -> None:
+    for layer, error, message in [
+        (attention(kdim=4), ValueError, "kdim, vdim, add_bias_kv and add_zero_attn are not"),
+        (attention(add_zero_attn=True), ValueError, "kdim, vdim, add_bias_kv"),
+        (nn.MultiheadAttention(4, 1), ValueError, "2 ranks cannot share 1 heads evenly"),
+        (nn.Linear(4, 4), TypeError, "must be an nn.MultiheadAttention, got torch.nn.modules"),
+    ]:
+        assert_raises(error, message, ParallelMultiheadAttention, layer, comm)
+    model = nn.Sequential(attention(), nn.Linear(WIDTH, WIDTH))
+    message = "'1', a torch.*Linear, but only nn.MultiheadAttention"
+    assert_raises(TypeError, message, tensor_parallelize, model, {"[01]": "attention"}, comm)
+    layer = ParallelMultiheadAttention(attention(), comm)
+    x, message = torch.ones(3, 1, WIDTH).double(), "is a hint about attn_mask, which is missing"
+    assert_raises(ValueError, message, layer, x, x, x, is_causal=True)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.checks import assert_same_state
 from support.ranks import run_processes
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -44,42 +45,37 @@ def sharded(seed: int, comm: Communicator) -> nn.Module:
     return tensor_parallelize(model_of(seed), shares, comm)
 
 
-def save(comm: Communicator, folder: str) -> None:
+def save(comm: Communicator, folder: Path) -> None:
     dcp.save(checkpoint_state_dict(sharded(0, comm)), checkpoint_id=folder)
 
 
-def load(comm: Communicator, folder: str) -> list[str]:
-    """Names of what differs from the saved model's own shards."""
+def load(comm: Communicator, folder: Path) -> None:
+    """The saved model's own shards."""
     model, expected = sharded(1, comm), sharded(0, comm)
     assert not torch.equal(model.down.weight, expected.down.weight)
     before = model.head.weight
     dcp.load(checkpoint_state_dict(model), checkpoint_id=folder)
     assert model.head.weight is before is model.embed.weight
-    state = model.state_dict()
-    return [
-        key for key, value in expected.state_dict().items() if not torch.equal(state[key], value)
-    ]
+    assert_same_state(model.state_dict(), expected.state_dict())
 
 
 @pytest.mark.processes
 def test_two_ranks_save_and_others_load(tmp_path: Path) -> None:
-    run_processes(2, save, str(tmp_path))
-    assert run_processes(3, load, str(tmp_path)) == [[]] * 3
-    assert run_processes(2, load, str(tmp_path)) == [[]] * 2
-    plain = model_of(1)
-    state: dict[str, Tensor] = plain.state_dict()
+    run_processes(2, save, tmp_path)
+    run_processes(3, load, tmp_path)
+    run_processes(2, load, tmp_path)
+    state = model_of(1).state_dict()
     dcp.load(state, checkpoint_id=tmp_path)
-    for key, value in model_of(0).state_dict().items():
-        assert torch.equal(state[key], value), key
+    assert_same_state(state, model_of(0).state_dict())
 
 
 @pytest.mark.processes
 def test_a_model_without_shards_saves_and_ranks_load(tmp_path: Path) -> None:
     dcp.save(model_of(0).state_dict(), checkpoint_id=tmp_path)
-    assert run_processes(3, load, str(tmp_path)) == [[]] * 3
+    run_processes(3, load, tmp_path)
 
 
-def save_while_training(comm: Communicator, folder: str) -> None:
+def save_while_training(comm: Communicator, folder: Path) -> None:
     model = sharded(0, comm)
     saving = dcp.async_save(checkpoint_state_dict(model), checkpoint_id=folder)
     with torch.no_grad():
@@ -90,8 +86,8 @@ def save_while_training(comm: Communicator, folder: str) -> None:
 
 @pytest.mark.processes
 def test_values_of_an_asynchronous_save_are_those_of_its_call(tmp_path: Path) -> None:
-    run_processes(2, save_while_training, str(tmp_path))
-    assert run_processes(3, load, str(tmp_path)) == [[]] * 3
+    run_processes(2, save_while_training, tmp_path)
+    run_processes(3, load, tmp_path)
 
 
 def optimizer_of(model: nn.Module, lr: float) -> Optimizer:
@@ -109,62 +105,52 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
 
 
 def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    return {
-        "model": checkpoint_state_dict(model),
-        "optimizer": OptimizerCheckpoint(model, optimizer),
-    }
+    checkpoint = OptimizerCheckpoint(model, optimizer)
+    return {"model": checkpoint_state_dict(model), "optimizer": checkpoint}
 
 
-def save_training(comm: Communicator, folder: str) -> list[str]:
-    """Names of what differs afterwards, two steps later, from a model that was never saved."""
+def save_training(comm: Communicator, folder: Path) -> None:
+    """Afterwards, two steps later, the model is as one that was never saved."""
     model, expected = sharded(0, comm), sharded(0, comm)
     optimizer = optimizer_of(model, 0.1)
     train(model, optimizer, 3)
     dcp.save(everything(model, optimizer), checkpoint_id=folder)
     train(model, optimizer, 2)
     train(expected, optimizer_of(expected, 0.1), 5)
-    return different(model, expected)
+    assert_same_state(model.state_dict(), expected.state_dict())
 
 
-def different(model: nn.Module, expected: nn.Module) -> list[str]:
-    found = model.state_dict()
-    return [
-        key for key, value in expected.state_dict().items() if not torch.equal(found[key], value)
-    ]
-
-
-def load_training(comm: Communicator, folder: str) -> list[str]:
-    """Names of what differs from the model that was trained for two steps more without a stop."""
+def load_training(comm: Communicator, folder: Path) -> None:
+    """Two steps later, the model is as one that was trained without a stop."""
     expected, model = sharded(0, comm), sharded(1, comm)
     train(expected, optimizer_of(expected, 0.1), 5)
     optimizer = optimizer_of(model, 0.7)
     dcp.load(everything(model, optimizer), checkpoint_id=folder)
     train(model, optimizer, 2)
-    return different(model, expected)
+    assert_same_state(model.state_dict(), expected.state_dict())
 
 
 @pytest.mark.processes
 def test_optimizers_go_on_with_other_ranks_and_without_shards(tmp_path: Path) -> None:
-    folders = [str(tmp_path / "sharded"), str(tmp_path / "plain")]
-    assert run_processes(2, save_training, folders[0]) == [[]] * 2
+    def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        state = get_optimizer_state_dict(model, optimizer)
+        return {"model": model.state_dict(), "optimizer": state}
+
+    folders = [tmp_path / "sharded", tmp_path / "plain"]
+    run_processes(2, save_training, folders[0])
     plain, expected = model_of(1), model_of(0)
     optimizer, of_expected = optimizer_of(plain, 0.7), optimizer_of(expected, 0.1)
-    state = {"model": plain.state_dict(), "optimizer": get_optimizer_state_dict(plain, optimizer)}
+    state = whole(plain, optimizer)
     dcp.load(state, checkpoint_id=folders[0])
     set_optimizer_state_dict(plain, optimizer, state["optimizer"])
     train(expected, of_expected, 3)
-    saved = {
-        "model": expected.state_dict(),
-        "optimizer": get_optimizer_state_dict(expected, of_expected),
-    }
-    dcp.save(saved, checkpoint_id=folders[1])
+    dcp.save(whole(expected, of_expected), checkpoint_id=folders[1])
     train(plain, optimizer, 2)
     train(expected, of_expected, 2)
-    for key, value in expected.state_dict().items():
-        assert torch.equal(plain.state_dict()[key], value), key
+    assert_same_state(plain.state_dict(), expected.state_dict())
     for folder in folders:
-        assert run_processes(3, load_training, folder) == [[]] * 3
-        assert run_processes(2, load_training, folder) == [[]] * 2
+        run_processes(3, load_training, folder)
+        run_processes(2, load_training, folder)
 
 
 def test_optimizer_states_that_are_not_sharded_like_their_parameters_are_refused() -> None:

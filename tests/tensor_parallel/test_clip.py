@@ -5,6 +5,7 @@ from math import inf
 
 import pytest
 import torch
+from support.checks import assert_full_gradients
 from support.ranks import on, run_threads
 from torch import nn
 
@@ -12,7 +13,6 @@ from pipekernels import Communicator
 from pipekernels.tensor_parallel import clip_grad_norm_, tensor_parallelize
 
 PLAN = {"0": "column", "1": "row", "3": "column_gather_output"}
-SHARDED = {"0.weight": 0, "0.bias": 0, "1.weight": 1, "3.weight": 0, "3.bias": 0}
 
 
 def model() -> nn.Sequential:
@@ -38,11 +38,7 @@ def test_the_norm_is_that_of_the_full_model(
         sharded(x).square().sum().backward()
         norm = clip_grad_norm_(sharded, max_norm, norm_type)
         torch.testing.assert_close(norm, expected)
-        for name, parameter in plain.named_parameters():
-            grad = parameter.grad
-            if name in SHARDED:
-                grad = grad.tensor_split(world_size, SHARDED[name])[comm.rank]
-            torch.testing.assert_close(sharded.get_parameter(name).grad, grad)
+        assert_full_gradients(sharded, plain)
         return norm.item()
 
     assert len(set(run_threads(world_size, on(device, on_rank)))) == 1

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from support.ranks import run_processes
+from support.checks import assert_full_gradients
+from support.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.tensor_parallel import full_state_dict
-
-pytestmark = pytest.mark.processes
 
 
 def model_of(seed: int = 0) -> nn.Sequential:
@@ -22,13 +20,18 @@ def batch() -> Tensor:
     return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def over_all_ranks(comm: Communicator) -> None:
+@on_ranks(2)
+def test_over_ranks_with_different_shards_is_refused(comm: Communicator) -> None:
     sharded = tensor_parallelize(model_of(), {"0": "column", "2": "row"}, comm)
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\], which hold different shards"):
         DistributedDataParallel(sharded)(batch())
 
 
-def over_the_other_dimension(_: Communicator) -> dict[str, list]:
+@on_ranks(4)
+def test_over_ranks_with_equal_shards_averages(_: Communicator) -> None:
+    plain = model_of()
+    for _ in range(2):
+        plain(batch()).square().mean().backward()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     with Communicator.from_process_group(mesh["tensor"].get_group()) as comm:
         sharded = tensor_parallelize(model_of(), {"0": "column", "2": "row"}, comm)
@@ -36,21 +39,4 @@ def over_the_other_dimension(_: Communicator) -> dict[str, list]:
         half = batch().chunk(2)[mesh["data"].get_local_rank()]
         for _ in range(2):
             ddp(half).square().mean().backward()
-        for parameter in sharded.parameters():
-            assert parameter.grad is not None
-            parameter.data = parameter.grad
-        return {key: value.tolist() for key, value in full_state_dict(sharded).items()}
-
-
-def test_over_ranks_with_different_shards_is_refused() -> None:
-    run_processes(2, over_all_ranks)
-
-
-def test_over_ranks_with_equal_shards_averages() -> None:
-    plain = model_of()
-    for _ in range(2):
-        plain(batch()).square().mean().backward()
-    for gradients in run_processes(4, over_the_other_dimension):
-        for key, parameter in plain.named_parameters():
-            gradient = torch.tensor(gradients[key], dtype=torch.float64)
-            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-13)
+        assert_full_gradients(sharded, plain, rtol=1e-12, atol=1e-13)

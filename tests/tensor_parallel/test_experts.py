@@ -1,10 +1,10 @@
 """Experts on several ranks: outputs, gradients and parameters equal those of the full module."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
+from support.checks import assert_raises, assert_same_state
 from support.kernels.experts import EXPERTS, HIDDEN, Experts
 from support.ranks import run_threads
 from torch import Tensor, nn
@@ -22,13 +22,16 @@ LAYOUTS: dict[str, dict[str, bool]] = {
 }
 
 
+both = pytest.mark.parametrize("expert_parallel", [False, True], ids=["inside", "expert parallel"])
+
+
 def routing(tokens: int, count: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     chosen = torch.stack([torch.randperm(EXPERTS)[:count] for _ in range(tokens)])
     return chosen, torch.rand(tokens, count, dtype=dtype)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("expert_parallel", [False, True], ids=["inside", "expert parallel"])
+@both
 @pytest.mark.parametrize(("ranks", "count"), [(1, 2), (2, 2), (3, 1), (4, EXPERTS)])
 def test_outputs_and_gradients_equal_those_of_the_full_module(
     layout: str, expert_parallel: bool, ranks: int, count: int
@@ -80,21 +83,18 @@ def test_few_tokens_have_the_sums_of_float32(dtype: torch.dtype, tokens: int) ->
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("expert_parallel", [False, True], ids=["inside", "expert parallel"])
+@both
 def test_parameters_go_there_and_back(layout: str, expert_parallel: bool) -> None:
     full = Experts(**LAYOUTS[layout])
 
     def body(comm: Communicator) -> None:
         layer = ParallelExperts(full, comm, expert_parallel=expert_parallel)
-        state = full_state_dict(layer)
-        assert state.keys() == full.state_dict().keys()
-        assert all(torch.equal(state[name], value) for name, value in full.state_dict().items())
+        assert_same_state(full_state_dict(layer), full.state_dict())
         other = ParallelExperts(Experts(**LAYOUTS[layout]), comm, expert_parallel=expert_parallel)
         other.load_state_dict(full.state_dict())
-        back: Any = other.to_full()
+        back = other.to_full()
         assert type(back) is Experts
-        for name, parameter in full.named_parameters():
-            assert torch.equal(back.get_parameter(name), parameter)
+        assert_same_state(back.state_dict(), full.state_dict())
 
     run_threads(3, body)
 
@@ -105,9 +105,8 @@ def test_a_token_whose_experts_are_elsewhere_gets_nothing_here() -> None:
     chosen, weights = torch.tensor([[0], [4]]), torch.ones(2, 1, dtype=torch.float64)
 
     def body(comm: Communicator) -> Tensor:
-        return (
-            ParallelExperts(full, comm, expert_parallel=True)._own_part(x, chosen, weights).detach()
-        )
+        layer = ParallelExperts(full, comm, expert_parallel=True)
+        return layer._own_part(x, chosen, weights).detach()
 
     first, second = run_threads(2, body)
     assert first[1].abs().max() == 0 and second[0].abs().max() == 0
@@ -118,26 +117,19 @@ def test_wrong_arguments_are_refused() -> None:
     (comm,) = Communicator.threads(1)
     layer = ParallelExperts(Experts(), comm)
     chosen, weights = routing(2, 2)
-    with pytest.raises(ValueError, match=r"takes hidden states of shape \[tokens, 12\], got \(2,"):
-        layer(torch.zeros(2, 3, dtype=torch.float64), chosen, weights)
-    with (
-        pytest.raises(ValueError, match=r"an expert must be in 0\.\.4, got 9"),
-        torch.no_grad(),
-    ):
-        layer(torch.zeros(2, HIDDEN, dtype=torch.float64), torch.full_like(chosen, 9), weights)
-    with pytest.raises(TypeError, match="initialise the model, then shard it"):
-        layer.reset_parameters()
-    with pytest.raises(TypeError, match="comm must be a pipekernels.Communicator"):
-        ParallelExperts(Experts(), None)  # type: ignore[arg-type]
-
-    def too_many(comm: Communicator) -> None:
-        ParallelExperts(Experts(), comm, expert_parallel=True)
-
-    with pytest.raises(ValueError, match="5"):
-        run_threads(6, too_many)
+    x, nine = torch.zeros(2, HIDDEN, dtype=torch.float64), torch.full_like(chosen, 9)
+    width = r"takes hidden states of shape \[tokens, 12\], got \(2,"
+    assert_raises(ValueError, width, layer, x[:, :3], chosen, weights)
+    with torch.no_grad():
+        assert_raises(ValueError, r"an expert must be in 0\.\.4, got 9", layer, x, nine, weights)
+    assert_raises(TypeError, "initialise the model, then shard it", layer.reset_parameters)
+    no_comm = "comm must be a pipekernels.Communicator"
+    assert_raises(TypeError, no_comm, ParallelExperts, Experts(), None)
+    six = Communicator.threads(6)[0]
+    assert_raises(ValueError, "5", ParallelExperts, Experts(), six, expert_parallel=True)
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True], ids=["inside", "expert parallel"])
+@both
 def test_few_tokens_take_one_call_per_product(
     expert_parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +148,7 @@ def test_few_tokens_take_one_call_per_product(
     run_threads(2, body)
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True], ids=["inside", "expert parallel"])
+@both
 def test_the_load_of_experts_and_ranks_is_counted(expert_parallel: bool) -> None:
     full = Experts()
     chosen = torch.tensor([[0, 1], [0, 4], [0, 1]])
@@ -179,8 +171,5 @@ def test_the_load_of_experts_and_ranks_is_counted(expert_parallel: bool) -> None
 
 
 def test_a_model_without_experts_has_no_load() -> None:
-    with (
-        pytest.raises(ValueError, match="Linear has no sharded experts"),
-        count_expert_load(nn.Linear(2, 2)),
-    ):
-        pass
+    counting = count_expert_load(nn.Linear(2, 2))
+    assert_raises(ValueError, "Linear has no sharded experts", counting.__enter__)

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.checks import assert_raises, assert_same_state
 from support.error_bounds import gamma
 from support.ranks import run_threads
-from test_experts import HIDDEN, LAYOUTS, Experts, routing
+from test_experts import HIDDEN, LAYOUTS, Experts, both, routing
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
@@ -17,11 +18,7 @@ from pipekernels.local_ops.int8_linear import (
     int8_of,
     skinny_int8_expert_linear,
 )
-from pipekernels.tensor_parallel import (
-    full_state_dict,
-    quantize_weights,
-    tensor_unparallelize,
-)
+from pipekernels.tensor_parallel import full_state_dict, quantize_weights, tensor_unparallelize
 from pipekernels.tensor_parallel.experts import ParallelExperts
 from pipekernels.tensor_parallel.int8 import Int8Experts, Int8Linear
 
@@ -80,7 +77,6 @@ def test_layers_equal_the_model_of_the_dequantized_weights(
     full = mlp(dtype)
     x = torch.randn(rows, 24).to(dtype)
     exact = dequantized(full)(x.double()).detach()
-    states: list[Any] = []
 
     def body(comm: Communicator) -> None:
         model = tensor_parallelize(copy.deepcopy(full), PLAN, comm)
@@ -91,13 +87,10 @@ def test_layers_equal_the_model_of_the_dequantized_weights(
         bound = 200 * torch.finfo(dtype).eps * exact.abs().max().item()
         torch.testing.assert_close(y.double(), exact, rtol=0, atol=bound)
         state = full_state_dict(model)
-        if comm.rank == 0:
-            states.append(state)
-        for name, layer in full.named_children():
-            if isinstance(layer, nn.Linear):
-                scale = scale_of(layer.weight.data)
-                assert state[f"{name}.scale"].equal(scale)
-                assert state[f"{name}.weight"].equal(int8_of(layer.weight.data, scale))
+        for name in PLAN:
+            weight = full.get_submodule(name).weight.data
+            assert state[f"{name}.scale"].equal(scale_of(weight))
+            assert state[f"{name}.weight"].equal(int8_of(weight, scale_of(weight)))
         # The full state loads into a model of other weights, and this rank's into another one.
         for own in (state, model.state_dict()):
             other = copy.deepcopy(full).requires_grad_(False)
@@ -115,7 +108,7 @@ def test_layers_equal_the_model_of_the_dequantized_weights(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("expert_parallel", [False, True], ids=["inside", "expert parallel"])
+@both
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_experts_equal_those_of_the_dequantized_weights(
     layout: str, expert_parallel: bool, ranks: int
@@ -178,22 +171,20 @@ def test_rows_of_zeros_stay_zeros() -> None:
 
 def test_what_is_not_supported_is_refused_in_words() -> None:
     [comm] = Communicator.threads(1)
-    with pytest.raises(ValueError, match="call tensor_parallelize"):
-        quantize_weights(mlp())
-    invariant = tensor_parallelize(
-        nn.Sequential(nn.Linear(256, 256)), {"0": "column"}, comm, invariant=True
-    )
-    with pytest.raises(ValueError, match="'0' is of invariant=True, which does not support int8"):
-        quantize_weights(invariant)
+    assert_raises(ValueError, "call tensor_parallelize", quantize_weights, mlp())
+    plain = nn.Sequential(nn.Linear(256, 256))
+    invariant = tensor_parallelize(plain, {"0": "column"}, comm, invariant=True)
+    message = "'0' is of invariant=True, which does not support int8"
+    assert_raises(ValueError, message, quantize_weights, invariant)
     model = quantize_weights(tensor_parallelize(mlp(), PLAN, comm))
-    with pytest.raises(RuntimeError, match=r"have no gradients; use torch.no_grad\(\)"):
-        model(torch.ones(1, 24, requires_grad=True))
-    with pytest.raises(ValueError, match="has no sharded linear layers or experts in floats"):
-        quantize_weights(model)
-    with pytest.raises(ValueError, match=r"takes 24 features on cpu, got a tensor of shape"):
-        model(torch.ones(1, 23))
-    with pytest.raises(TypeError, match="has int8 weights, which come from those of floats"):
-        model[0].reset_parameters()
+    x, message = torch.ones(1, 24, requires_grad=True), r"have no gradients; use torch.no_grad\(\)"
+    assert_raises(RuntimeError, message, model, x)
+    message = "has no sharded linear layers or experts in floats"
+    assert_raises(ValueError, message, quantize_weights, model)
+    message, x = "takes 24 features on cpu, got a tensor of shape", torch.ones(1, 23)
+    assert_raises(ValueError, message, model, x)
+    message = "has int8 weights, which come from those of floats"
+    assert_raises(TypeError, message, model[0].reset_parameters)
 
 
 def test_weights_that_are_not_finite_are_an_error_on_all_ranks() -> None:
@@ -233,16 +224,14 @@ def test_int8_weights_of_torchao_keep_their_integers(nested: bool) -> None:
     def body(comm: Communicator) -> None:
         expected = quantize_weights(tensor_parallelize(copy.deepcopy(full), PLAN, comm))
         model = copy.deepcopy(full)
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                weight = TorchaoWeight.of(layer.weight.data, nested=nested)
-                layer.register_parameter("weight", None)
-                layer._parameters["weight"] = weight
+        for layer in map(model.get_submodule, PLAN):
+            weight = TorchaoWeight.of(layer.weight.data, nested=nested)
+            layer.register_parameter("weight", None)
+            layer._parameters["weight"] = weight
         tensor_parallelize(model, PLAN, comm)
         with torch.no_grad():
             assert model(x).equal(expected(x))
-        found, wanted = full_state_dict(model), full_state_dict(expected)
-        assert all(found[name].equal(wanted[name]) for name in wanted)
+        assert_same_state(full_state_dict(model), full_state_dict(expected))
 
     run_threads(2, body)
 
@@ -258,5 +247,4 @@ def test_a_few_rows_go_through_the_kernel(
     with torch.no_grad():
         y = int8_linear(x, integers[0], scale[0])
         by_experts = skinny_int8_expert_linear(x, integers, scale, None, chosen)
-    assert by_experts is not None
     assert by_experts[:, 0].equal(y)

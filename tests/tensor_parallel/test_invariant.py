@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.checks import assert_raises
+from support.function_layer import FunctionLayer
 from support.levels import in_gate
-from support.ranks import run_threads
+from support.ranks import on_ranks, run_threads
 from support.sweeps.invariant_layers import RANKS, Results, assert_same_bits, gradients, random_case
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ from pipekernels.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from pipekernels.tensor_parallel.arithmetic.exact_sums import exact_sum
-from pipekernels.tensor_parallel.plan.invariance_check import check_invariance
+from pipekernels.tensor_parallel.plan.invariance_check import Difference, check_invariance
 
 
 @pytest.mark.slow
@@ -117,6 +119,10 @@ def test_norms_of_gradients(norm_type: float) -> None:
     torch.testing.assert_close(found["norm"].double(), expected, rtol=bound, atol=0)
 
 
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(3, 128, shape, generator=torch.Generator().manual_seed(1))
+
+
 def whole_model(name: str, dtype: torch.dtype) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes = {
@@ -154,7 +160,7 @@ def test_training_and_generation(
     name: str, dtype: torch.dtype, ranks: tuple[int, ...], one_thread: None
 ) -> None:
     model = whole_model(name, dtype)
-    ids = torch.randint(3, 128, (3, 17), generator=torch.Generator().manual_seed(1))
+    ids = tokens(3, 17)
 
     def body(comm: Communicator) -> Results:
         sharded: Any = tensor_parallelize(copy.deepcopy(model), "auto", comm, invariant=True)
@@ -292,71 +298,54 @@ def test_exact_sums(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3Text"])
 def test_the_check_passes_with_norms_of_queries_and_keys(name: str, one_thread: None) -> None:
-    ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(1))
-    found = check_invariance(
-        whole_model(name, torch.float32), {"input_ids": ids, "labels": ids},
-        world_sizes=(2, 8), loss=lambda output: output.loss,
-    )  # fmt: skip
-    assert found is None
+    assert invariance_of(whole_model(name, torch.float32)) is None
+
+
+def invariance_of(model: nn.Module) -> Difference | None:
+    inputs = dict.fromkeys(("input_ids", "labels"), tokens(2, 9))
+    return check_invariance(model, inputs, world_sizes=(2, 8), loss=lambda output: output.loss)
 
 
 @pytest.mark.slow
 def test_the_check_passes_and_names_the_first_difference(one_thread: None) -> None:
     model = whole_model("Llama", torch.float32)
-    ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(1))
-    inputs = {"input_ids": ids, "labels": ids}
-    options: dict[str, Any] = {"world_sizes": (2, 8), "loss": lambda output: output.loss}
-    assert check_invariance(model, inputs, **options) is None
+    assert invariance_of(model) is None
 
-    class Uneven(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * (1 + 2.0**-20 * (x.shape[-1] == 512))
-
-    class Failing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ArithmeticError("of the layer")
+    def fail(x: Tensor) -> Tensor:
+        raise ArithmeticError("of the layer")
 
     broken = copy.deepcopy(model)
-    broken.model.layers[0].mlp.act_fn = Failing()
+    broken.model.layers[0].mlp.act_fn = FunctionLayer(fail)
     with pytest.raises(ArithmeticError, match="of the layer"):
-        check_invariance(broken, inputs, **options)
+        invariance_of(broken)
 
-    model.model.layers[1].mlp.act_fn = Uneven()
-    found = check_invariance(model, inputs, **options)
+    uneven = FunctionLayer(lambda x: x * (1 + 2.0**-20 * (x.shape[-1] == 512)))
+    model.model.layers[1].mlp.act_fn = uneven
+    found = invariance_of(model)
     assert found is not None and found.largest > 0
     assert (found.world_size, found.what, found.name) == (2, "output", "model.layers.1.mlp.act_fn")
     assert "of 'model.layers.1.mlp.act_fn' on 2 ranks" in str(found)
 
 
-def test_errors() -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(
-            ValueError, match=r"a multiple of 8, but there are 8; use a multiple of 64"
-        ):
-            RowParallelLinear(8, 4, comm=comm, invariant=True)
-        with pytest.raises(
-            ValueError, match=r"a multiple of 8, but there are 72; use a multiple of 64"
-        ):
-            ColumnParallelLinear(4, 136, blocks=[64, 72], comm=comm, invariant=True)
-        with pytest.raises(ValueError, match=r"reduce='none' returns partial sums"):
-            RowParallelLinear(64, 4, comm=comm, invariant=True, bias=False, reduce="none")
-        with pytest.raises(ValueError, match=r"skip_bias_add=True: .*depends on the number of"):
-            RowParallelLinear(
-                64, 4, comm=comm, invariant=True, reduce="reduce_scatter", skip_bias_add=True
-            )
-        layer = RowParallelLinear(64, 4, comm=comm, invariant=True, reduce="reduce_scatter")
-        with pytest.raises(ValueError, match=r"rows into 8 slabs, but there are 12; use a mult"):
-            layer(torch.ones(12, 32))
-        with pytest.raises(ValueError, match=r"copies=2: .*at most as many ranks as there are key"):
-            ColumnParallelLinear(4, 64, copies=2, comm=comm, invariant=True)
-        model = nn.Sequential(nn.Linear(4, 192), nn.GELU(), nn.Linear(192, 4))
-        with pytest.raises(ValueError, match=r"'0' .*192 features have 8 slabs of 24; use a multi"):
-            tensor_parallelize(model, {"0": "column", "2": "row"}, comm, invariant=True)
+@on_ranks(2, run_threads)
+def test_errors(comm: Communicator) -> None:
+    def refused(message: str, call: Callable[..., Any], *args: Any, **options: Any) -> None:
+        assert_raises(ValueError, message, call, *args, **{"comm": comm, **options}, invariant=True)
 
-    run_threads(2, body)
-
-    def uneven(comm: Communicator) -> None:
-        with pytest.raises(ValueError, match="8 slabs, which 3 ranks cannot share evenly"):
-            RowParallelLinear(192, 4, comm=comm, invariant=True)
-
-    run_threads(3, uneven)
+    row, column = RowParallelLinear, ColumnParallelLinear
+    refused("a multiple of 8, but there are 8; use a multiple of 64", row, 8, 4)
+    multiple = "a multiple of 8, but there are 72; use a multiple of 64"
+    refused(multiple, column, 4, 136, blocks=[64, 72])
+    refused("reduce='none' returns partial sums", row, 64, 4, bias=False, reduce="none")
+    scattered = {"comm": comm, "reduce": "reduce_scatter"}
+    message = "skip_bias_add=True: .*depends on the number of"
+    refused(message, row, 64, 4, **scattered, skip_bias_add=True)
+    layer = RowParallelLinear(64, 4, **scattered, invariant=True)
+    with pytest.raises(ValueError, match="rows into 8 slabs, but there are 12; use a mult"):
+        layer(torch.ones(12, 32))
+    refused("copies=2: .*at most as many ranks as there are key", column, 4, 64, copies=2)
+    model = nn.Sequential(nn.Linear(4, 192), nn.GELU(), nn.Linear(192, 4))
+    message = "'0' .*192 features have 8 slabs of 24; use a multi"
+    refused(message, tensor_parallelize, model, {"0": "column", "2": "row"})
+    three = Communicator.threads(3)[0]
+    refused("8 slabs, which 3 ranks cannot share evenly", row, 192, 4, comm=three)

@@ -1,14 +1,16 @@
 """Row- and column-parallel linear layers compared with nn.Linear: values and gradients."""
 
 import copy
+import functools
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+from support.checks import assert_full_gradients
 from support.error_bounds import gamma
 from support.ranks import on, run_processes, run_threads
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipekernels import (
@@ -68,94 +70,62 @@ class Case:
         absolute = copy.deepcopy(exact).requires_grad_(False)
         for parameter in absolute.parameters():
             parameter.abs_()
-        rows, grad = x.detach().abs().reshape(-1, IN), self.grad.double().abs().reshape(-1, OUT)
-        self.y_magnitude = absolute(x.detach().abs())
-        self.grad_x_magnitude = self.grad.double().abs() @ absolute.weight
-        self.grad_weight_magnitude = grad.t() @ rows
-        self.grad_bias_magnitude = grad.sum(0)
+        grad, rows = self.grad.double().abs(), x.detach().abs().reshape(-1, IN)
+        self.magnitudes = {
+            "y": absolute(x.detach().abs()),
+            "grad_x": grad @ absolute.weight,
+            "grad_weight": grad.reshape(-1, OUT).t() @ rows,
+            "grad_bias": grad.reshape(-1, OUT).sum(0),
+        }
+
+    def check(
+        self, found: Tensor, name: str, terms: int, dim: int | None = None,
+        comm: Communicator | None = None,
+    ) -> None:  # fmt: skip
+        """Compare with ``y``, ``grad_x``, ``grad_weight`` or ``grad_bias``, or with the part of a
+        rank in ``dim``."""
+        exact, magnitude = getattr(self, name), self.magnitudes[name]
+        assert_within_bound(found, part(exact, dim, comm), part(magnitude, dim, comm), terms)
 
 
-def part(full: Tensor, dim: int, comm: Communicator) -> Tensor:
-    return full.tensor_split(comm.world_size, dim)[comm.rank]
+def part(full: Tensor, dim: int | None, comm: Communicator | None) -> Tensor:
+    return full if dim is None else full.tensor_split(comm.world_size, dim)[comm.rank]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
-@pytest.mark.parametrize("input_is_parallel", [True, False])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_row_parallel(
-    world_size: int,
-    input_is_parallel: bool,
-    reduce: str,
-    bias: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    case = Case(dtype, bias, device=device)
-
-    def on_rank(comm: Communicator) -> None:
-        layer = RowParallelLinear.from_linear(
-            case.linear, comm, input_is_parallel=input_is_parallel, reduce=reduce
-        )
-
-        def input_part(full: Tensor) -> Tensor:
-            return part(full, -1, comm) if input_is_parallel else full
-
-        def output_part(full: Tensor) -> Tensor:
-            return part(full, 0, comm) if reduce == "reduce_scatter" else full
-
-        x = input_part(case.x).clone().requires_grad_()
-        y = layer(x)
-        assert y.dtype == dtype
-        assert_within_bound(y, output_part(case.y), output_part(case.y_magnitude), IN + world_size)
-        y.backward(output_part(case.grad))
-        assert_within_bound(x.grad, input_part(case.grad_x), input_part(case.grad_x_magnitude), OUT)
-        assert_within_bound(
-            layer.weight.grad,
-            part(case.grad_weight, 1, comm),
-            part(case.grad_weight_magnitude, 1, comm),
-            case.rows,
-        )
-        if bias:
-            terms = case.rows + world_size
-            assert_within_bound(layer.bias.grad, case.grad_bias, case.grad_bias_magnitude, terms)
-
-    run_threads(world_size, on(device, on_rank))
+SCATTER = {"reduce": "reduce_scatter"}
+# The class, its options, and in which dimension a rank has a part of input, output and bias.
+KINDS: list[tuple[type[Any], dict[str, Any], int | None, int | None, int | None]] = [
+    (RowParallelLinear, {}, -1, None, None),
+    (RowParallelLinear, {"input_is_parallel": False}, None, None, None),
+    (RowParallelLinear, SCATTER, -1, 0, None),
+    (RowParallelLinear, {"input_is_parallel": False} | SCATTER, None, 0, None),
+    (ColumnParallelLinear, {}, None, -1, 0),
+    (ColumnParallelLinear, {"gather_output": True}, None, None, 0),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("gather_output", [True, False])
+@pytest.mark.parametrize(("kind", "options", "x_dim", "y_dim", "bias_dim"), KINDS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_column_parallel(
-    world_size: int, gather_output: bool, bias: bool, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_values_and_gradients(
+    world_size: int, kind: Any, options: dict[str, Any], x_dim: int | None, y_dim: int | None,
+    bias_dim: int | None, bias: bool, dtype: torch.dtype, device: torch.device,
+) -> None:  # fmt: skip
     case = Case(dtype, bias, device=device)
 
     def on_rank(comm: Communicator) -> None:
-        layer = ColumnParallelLinear.from_linear(case.linear, comm, gather_output=gather_output)
-
-        def output_part(full: Tensor) -> Tensor:
-            return full if gather_output else part(full, -1, comm)
-
-        x = case.x.clone().requires_grad_()
+        layer, is_row = kind.from_linear(case.linear, comm, **options), kind is RowParallelLinear
+        x = part(case.x, x_dim, comm).clone().requires_grad_()
         y = layer(x)
         assert y.dtype == dtype
-        assert_within_bound(y, output_part(case.y), output_part(case.y_magnitude), IN)
-        y.backward(output_part(case.grad))
-        assert_within_bound(x.grad, case.grad_x, case.grad_x_magnitude, OUT + world_size)
-        assert_within_bound(
-            layer.weight.grad,
-            part(case.grad_weight, 0, comm),
-            part(case.grad_weight_magnitude, 0, comm),
-            case.rows,
-        )
+        case.check(y, "y", IN + world_size * is_row, y_dim, comm)
+        y.backward(part(case.grad, y_dim, comm))
+        case.check(x.grad, "grad_x", OUT + world_size * (not is_row), x_dim, comm)
+        case.check(layer.weight.grad, "grad_weight", case.rows, int(is_row), comm)
         if bias:
-            exact, magnitude = case.grad_bias, case.grad_bias_magnitude
-            assert_within_bound(
-                layer.bias.grad, part(exact, 0, comm), part(magnitude, 0, comm), case.rows
-            )
+            terms = case.rows + world_size * is_row
+            case.check(layer.bias.grad, "grad_bias", terms, bias_dim, comm)
 
     run_threads(world_size, on(device, on_rank))
 
@@ -174,7 +144,7 @@ def test_the_backward_of_a_row_parallel_layer_needs_no_peers() -> None:
     with ThreadPoolExecutor(2) as ranks:
         (layer, x, y), (other, _, same) = ranks.map(forward, range(2))
     assert torch.equal(y, same)
-    assert_within_bound(y, case.y, case.y_magnitude, IN + 2)
+    case.check(y, "y", IN + 2)
     other.comm.close()
     y.backward(case.grad)
     expected = case.grad @ layer.weight
@@ -192,17 +162,17 @@ def test_any_number_of_dimensions_and_no_rows(shape: tuple[int, ...], device: to
         row = RowParallelLinear.from_linear(case.linear, comm)
         strided = case.x.movedim(0, -1).contiguous().movedim(-1, 0)
         for y in (row(part(strided, -1, comm)), column(strided)):
-            assert_within_bound(y, case.y, case.y_magnitude, IN + 2)
+            case.check(y, "y", IN + 2)
         inputs = (case.x.clone(), part(case.x, -1, comm).clone())
         for layer, x in zip((column, row), inputs, strict=True):
             x.requires_grad_()
             y = layer(x)
-            assert_within_bound(y, case.y, case.y_magnitude, IN + 2)
+            case.check(y, "y", IN + 2)
             y.backward(case.grad)
             assert x.grad.shape == x.shape
             assert layer.weight.grad.shape == layer.weight.shape
-        assert_within_bound(inputs[0].grad, case.grad_x, case.grad_x_magnitude, OUT + 2)
-        assert_within_bound(row.bias.grad, case.grad_bias, case.grad_bias_magnitude, case.rows + 2)
+        case.check(inputs[0].grad, "grad_x", OUT + 2)
+        case.check(row.bias.grad, "grad_bias", case.rows + 2)
 
     run_threads(2, on(device, on_rank))
 
@@ -224,8 +194,7 @@ def test_column_then_row_is_the_plain_pair(world_size: int, device: torch.device
         y.sum().backward()
         torch.testing.assert_close(y, expected)
         torch.testing.assert_close(own.grad, x.grad)
-        torch.testing.assert_close(first.weight.grad, part(up.weight.grad, 0, comm))
-        torch.testing.assert_close(second.bias.grad, down.bias.grad)
+        assert_full_gradients(nn.Sequential(first, second), nn.Sequential(up, down))
 
     run_threads(world_size, on(device, on_rank))
 
@@ -234,10 +203,10 @@ def test_the_reference_equals_the_plain_layer() -> None:
     case = Case(torch.float64)
     weights = list(case.linear.weight.tensor_split(3, 1))
     y = reference.row_parallel_linear(list(case.x.tensor_split(3, 1)), weights, case.linear.bias)
-    assert_within_bound(y.detach(), case.y, case.y_magnitude, IN + 3)
+    case.check(y.detach(), "y", IN + 3)
     weights, biases = (list(p.tensor_split(3)) for p in (case.linear.weight, case.linear.bias))
     parts = reference.column_parallel_linear(case.x, weights, biases)
-    assert_within_bound(torch.cat(parts, -1).detach(), case.y, case.y_magnitude, IN)
+    case.check(torch.cat(parts, -1).detach(), "y", IN)
 
 
 def test_skip_bias_add_and_no_reduction(device: torch.device) -> None:
@@ -245,28 +214,23 @@ def test_skip_bias_add_and_no_reduction(device: torch.device) -> None:
 
     def on_rank(comm: Communicator) -> None:
         x = part(case.x, -1, comm)
-        y, bias = RowParallelLinear.from_linear(case.linear, comm, skip_bias_add=True)(x)
-        assert_within_bound(y + bias, case.y, case.y_magnitude, IN + 2)
-        partial = RowParallelLinear.from_linear(
-            case.linear, comm, reduce="none", skip_bias_add=True
-        )
-        y, bias = partial(x)
-        assert_within_bound(reduce_from_ranks(y, comm) + bias, case.y, case.y_magnitude, IN + 2)
+        row = functools.partial(RowParallelLinear.from_linear, case.linear, comm)
+        y, bias = row(skip_bias_add=True)(x)
+        case.check(y + bias, "y", IN + 2)
+        y, bias = row(reduce="none", skip_bias_add=True)(x)
+        case.check(reduce_from_ranks(y, comm) + bias, "y", IN + 2)
         column = ColumnParallelLinear.from_linear(
             case.linear, comm, gather_output=True, skip_bias_add=True
         )
         y, bias = column(case.x)
-        assert_within_bound(y + bias, case.y, case.y_magnitude, IN)
+        case.check(y + bias, "y", IN)
         (y + bias).backward(case.grad)
-        grad = part(case.grad_bias, 0, comm)
-        assert_within_bound(column.bias.grad, grad, part(case.grad_bias_magnitude, 0, comm), ROWS)
+        case.check(column.bias.grad, "grad_bias", ROWS, 0, comm)
         # With scattered rows, the returned bias still gets the gradient of all rows.
-        scattered = RowParallelLinear.from_linear(
-            case.linear, comm, reduce="reduce_scatter", skip_bias_add=True
-        )
+        scattered = row(reduce="reduce_scatter", skip_bias_add=True)
         y, bias = scattered(x)
         (y + bias).backward(part(case.grad, 0, comm))
-        assert_within_bound(scattered.bias.grad, case.grad_bias, case.grad_bias_magnitude, ROWS + 2)
+        case.check(scattered.bias.grad, "grad_bias", ROWS + 2)
         unbiased = RowParallelLinear(IN, OUT, False, comm=comm, skip_bias_add=True, device=device)
         assert unbiased(x.float())[1] is None
 
@@ -357,49 +321,26 @@ def test_checkpointing(use_reentrant: bool, device: torch.device) -> None:
     run_threads(2, on(device, on_rank))
 
 
-class SmallMLP:
-    """A plain MLP and an input, from a fixed seed."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        torch.manual_seed(0)
-        up, down = nn.Linear(6, IN).double(), nn.Linear(IN, OUT).double()
-        self.up, self.down = up.to(device), down.to(device)
-        self.x = torch.randn(2, 5, 6, dtype=torch.float64).to(device).requires_grad_()
-
-    def __call__(self) -> Tensor:
-        return torch.relu(self.down(functional.gelu(self.up(self.x))))
-
-    def sharded(self, comm: Communicator) -> nn.Sequential:
-        return nn.Sequential(
-            ColumnParallelLinear.from_linear(self.up, comm),
-            nn.GELU(),
-            RowParallelLinear.from_linear(self.down, comm),
-            nn.ReLU(inplace=True),
-        )
-
-    def check_gradients(self, sharded: nn.Sequential, comm: Communicator) -> None:
-        column, row = sharded[0], sharded[2]
-        torch.testing.assert_close(column.weight.grad, part(self.up.weight.grad, 0, comm))
-        torch.testing.assert_close(column.bias.grad, part(self.up.bias.grad, 0, comm))
-        torch.testing.assert_close(row.weight.grad, part(self.down.weight.grad, 1, comm))
-        torch.testing.assert_close(row.bias.grad, self.down.bias.grad)
-
-
 def mlp_on_rank(comm: Communicator, backend: str, device: str) -> bytes:
-    plain = SmallMLP(device)
-    expected = plain()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, IN), nn.GELU(), nn.Linear(IN, OUT), nn.ReLU())
+    plain.double().to(device)
+    leaf = torch.randn(2, 5, 6, dtype=torch.float64).to(device).requires_grad_()
+    expected = plain(leaf)
     expected.square().sum().backward()
-    sharded = plain.sharded(comm)
-    x = plain.x.detach().clone().requires_grad_()
+    column = ColumnParallelLinear.from_linear(plain[0], comm)
+    row = RowParallelLinear.from_linear(plain[2], comm)
+    sharded = nn.Sequential(column, nn.GELU(), row, nn.ReLU(inplace=True))
+    x = leaf.detach().clone().requires_grad_()
     y = (torch.compile(sharded, fullgraph=True, backend=backend) if backend else sharded)(x)
     y.square().sum().backward()
     torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(x.grad, plain.x.grad)
-    plain.check_gradients(sharded, comm)
+    torch.testing.assert_close(x.grad, leaf.grad)
     if device == "cuda":
         if not backend:
             check_captured(sharded, x.detach(), y)
         comm.barrier()  # Raises errors of the device.
+    assert_full_gradients(sharded, plain)
     return y.detach().cpu().numpy().tobytes()
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import on, run_threads
+from support.checks import assert_raises, assert_same_state
+from support.ranks import on, on_ranks, run_threads
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
@@ -66,9 +67,7 @@ def test_full_state_dict_round_trip(world_size: int, device: torch.device) -> No
             nn.Sequential(RowParallelLinear(IN, 4, comm=comm, device=device)),
         )
         model.load_state_dict(state)
-        written = full_state_dict(model)
-        assert list(written) == list(state)
-        assert all(torch.equal(written[key], state[key]) for key in state)
+        assert_same_state(full_state_dict(model), state)
         assert torch.equal(model[0].full_state_dict()["weight"], full[0].weight)
 
         other = copy.deepcopy(model)
@@ -109,9 +108,8 @@ def test_the_full_state_of_wrapped_layers_has_the_unwrapped_keys() -> None:
         column = ColumnParallelLinear.from_linear(full[0], comm)
         row = RowParallelLinear.from_linear(full[1], comm)
         written = full_state_dict(nn.Sequential(checkpoint_wrapper(column), row))
-        assert list(written) == list(full.state_dict())
-        for key, value in full.state_dict().items():
-            assert torch.equal(written[key], value) and not written[key].requires_grad
+        assert_same_state(written, full.state_dict())
+        assert not any(value.requires_grad for value in written.values())
 
     run_threads(2, on_rank)
 
@@ -131,13 +129,13 @@ def test_from_linear_keeps_dtype_mode_and_frozen_parameters() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_deepcopy_shares_the_communicator_and_pickling_names_the_remedy() -> None:
-    (comm,) = Communicator.threads(1)
+def test_copies_share_the_communicator_and_pickling_names_the_remedy() -> None:
+    comm, _ = Communicator.threads(2)
     layer = RowParallelLinear(4, 6, comm=comm)
-    clone = copy.deepcopy(nn.Sequential(layer))[0]
-    assert clone.comm is comm
-    assert clone.weight is not layer.weight
-    assert torch.equal(clone.weight, layer.weight)
+    shallow, deep = copy.copy(layer), copy.deepcopy(nn.Sequential(layer))[0]
+    assert type(shallow) is RowParallelLinear and shallow.weight is layer.weight
+    assert shallow.comm is deep.comm is comm
+    assert deep.weight is not layer.weight and torch.equal(deep.weight, layer.weight)
     with pytest.raises(TypeError, match="cannot be pickled.*state_dict"):
         pickle.dumps(layer)
 
@@ -153,17 +151,12 @@ def test_a_copy_of_a_compiled_layer_does_not_use_the_originals_graph(duplicate: 
     assert not clone(torch.ones(2, 4)).any()
 
 
-def test_flops_are_counted() -> None:
-    full = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 8))
-
-    def on_rank(comm: Communicator) -> int:
-        column = ColumnParallelLinear.from_linear(full[0], comm)
-        row = RowParallelLinear.from_linear(full[1], comm)
-        with FlopCounterMode(display=False) as counter:
-            row(column(torch.ones(3, 4, requires_grad=True))).sum().backward()
-        return counter.get_total_flops()
-
-    assert run_threads(2, on_rank) == [3 * 2 * 3 * (4 * 6 + 6 * 8) // 2] * 2
+@on_ranks(2, run_threads)
+def test_flops_are_counted(comm: Communicator) -> None:
+    layers = ColumnParallelLinear(4, 6, comm=comm), RowParallelLinear(6, 8, comm=comm)
+    with FlopCounterMode(display=False) as counter:
+        nn.Sequential(*layers)(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 3 * (4 * 6 + 6 * 8) // 2
 
 
 def test_extra_repr() -> None:
@@ -179,49 +172,40 @@ def test_extra_repr() -> None:
 
 def test_errors_state_value_limit_and_remedy() -> None:
     (one,), (comm, _) = Communicator.threads(1), Communicator.threads(2)
-    with pytest.raises(ValueError, match="1 features over 2 ranks.*at most 1 ranks"):
-        RowParallelLinear(1, 4, comm=comm)
-    with pytest.raises(ValueError, match="1 features over 2 ranks"):
-        ColumnParallelLinear(4, 1, comm=comm)
-    with pytest.raises(ValueError, match="'all_reduce', 'reduce_scatter' or 'none', got 'sum'"):
-        RowParallelLinear(4, 4, comm=comm, reduce="sum")
-    with pytest.raises(ValueError, match="once per rank; pass bias=False, or skip_bias_add"):
-        RowParallelLinear(4, 4, comm=comm, reduce="none")
-    with pytest.raises(TypeError, match="got str; make one with Communicator.from_process_group"):
-        RowParallelLinear(4, 4, comm="gloo")
-    with pytest.raises(TypeError, match="must be an nn.Linear, got Conv1d"):
-        RowParallelLinear.from_linear(nn.Conv1d(1, 1, 1), comm)
-    with pytest.raises(TypeError, match=r"no in_features yet; call it once"):
-        RowParallelLinear.from_linear(nn.LazyLinear(4), comm)
-    with pytest.raises(TypeError, match=r"dtype is that of linear; use linear.to\(torch.float64\)"):
-        RowParallelLinear.from_linear(nn.Linear(4, 4), comm, dtype=torch.float64)
+    Row, Column, sharded = RowParallelLinear, ColumnParallelLinear, RowParallelLinear.from_linear
+    assert_raises(ValueError, "1 features over 2 ranks.*at most 1 ranks", Row, 1, 4, comm=comm)
+    assert_raises(ValueError, "1 features over 2 ranks", Column, 4, 1, comm=comm)
+    message = "'all_reduce', 'reduce_scatter' or 'none', got 'sum'"
+    assert_raises(ValueError, message, Row, 4, 4, comm=comm, reduce="sum")
+    message = "once per rank; pass bias=False, or skip_bias_add"
+    assert_raises(ValueError, message, Row, 4, 4, comm=comm, reduce="none")
+    message = "got str; make one with Communicator.from_process_group"
+    assert_raises(TypeError, message, Row, 4, 4, comm="gloo")
+    assert_raises(TypeError, "must be an nn.Linear, got Conv1d", sharded, nn.Conv1d(1, 1, 1), comm)
+    assert_raises(TypeError, "no in_features yet; call it once", sharded, nn.LazyLinear(4), comm)
+    message = r"dtype is that of linear; use linear.to\(torch.float64\)"
+    assert_raises(TypeError, message, sharded, nn.Linear(4, 4), comm, dtype=torch.float64)
 
-    row, column = RowParallelLinear(5, 4, comm=comm), ColumnParallelLinear(5, 4, comm=comm)
-    with pytest.raises(ValueError, match=r"rank 0 of 2 expects 3 .*\(2, 5\).*input_is_parallel=F"):
-        row(torch.ones(2, 5))
-    with pytest.raises(ValueError, match=r"expects 5 features.*got a tensor of shape \(2, 3\)$"):
-        column(torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"shape \(\)"):
-        column(torch.tensor(1.0))
-    with pytest.raises(TypeError, match=r"dtype torch.float32 but its input torch.float64.*\.to"):
-        row(torch.ones(2, 3, dtype=torch.float64))
-    for kind in (RowParallelLinear, ColumnParallelLinear):  # Autocast does not support meta.
-        with pytest.raises(TypeError, match=r"dtype torch.float32 but its input torch.float64"):
-            kind(2, 2, comm=one, device="meta")(torch.ones(2, dtype=torch.float64, device="meta"))
-    with pytest.raises(ValueError, match="is on cpu but its input on meta"):
-        row(torch.ones(2, 3, device="meta"))
-    scatter = RowParallelLinear(5, 4, comm=comm, reduce="reduce_scatter")
+    row, column = Row(5, 4, comm=comm), Column(5, 4, comm=comm)
+    x, meta = torch.ones(2, 5), torch.ones(2, 3, device="meta")
+    assert_raises(ValueError, r"rank 0 of 2 expects 3 .*\(2, 5\).*input_is_parallel=F", row, x)
+    message = r"expects 5 features.*got a tensor of shape \(2, 3\)$"
+    assert_raises(ValueError, message, column, x[:, :3])
+    assert_raises(ValueError, r"shape \(\)", column, x[0, 0])
+    message = "dtype torch.float32 but its input torch.float64"
+    assert_raises(TypeError, rf"{message}.*\.to", row, x[:, :3].double())
+    for kind in (Row, Column):  # Autocast does not support meta.
+        assert_raises(TypeError, message, kind(3, 2, comm=one, device="meta"), meta.double())
+    assert_raises(ValueError, "is on cpu but its input on meta", row, meta)
+    scatter = Row(5, 4, comm=comm, reduce="reduce_scatter")
     for shape in ((3, 3), (3,)):
-        with pytest.raises(ValueError, match="reduce_scatter.*pad"):
-            scatter(torch.ones(shape))
+        assert_raises(ValueError, "reduce_scatter.*pad", scatter, torch.ones(shape))
 
 
 def test_layers_with_a_computed_weight_have_no_full_state() -> None:
     comm, _ = Communicator.threads(2)
-    for change in (
-        nn.utils.parametrizations.weight_norm,
-        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
-    ):
+    pruned = partial(prune.l1_unstructured, name="weight", amount=0.5)
+    for change in (nn.utils.parametrizations.weight_norm, pruned):
         layer = ColumnParallelLinear(4, 6, comm=comm)
         change(layer)
         for call in (layer.full_state_dict, layer.reset_parameters):
@@ -229,14 +213,6 @@ def test_layers_with_a_computed_weight_have_no_full_state() -> None:
                 call()
         with pytest.raises(TypeError, match="is computed from"):
             full_state_dict(nn.Sequential(layer))
-
-
-def test_a_shallow_copy_shares_everything() -> None:
-    comm, _ = Communicator.threads(2)
-    layer = RowParallelLinear(4, 6, comm=comm)
-    clone = copy.copy(layer)
-    assert type(clone) is RowParallelLinear and clone.weight is layer.weight
-    assert clone.comm is comm
 
 
 def test_under_autocast_integers_fail_as_in_a_full_layer() -> None:

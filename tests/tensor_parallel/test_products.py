@@ -24,10 +24,8 @@ def test_an_input_meets_few_functions_before_its_product(trains: bool, world_siz
     product = "mm" if trains else "skinny_gemm"  # Its native call.
 
     def on_rank(comm: Communicator) -> list[str]:
-        layer, own = (
-            RowParallelLinear.from_linear(full, comm),
-            x.chunk(world_size, 1)[comm.rank].contiguous(),
-        )
+        layer = RowParallelLinear.from_linear(full, comm)
+        own = x.chunk(world_size, 1)[comm.rank].contiguous()
         called: list[str] = []
         products: list[int] = []
 
@@ -53,12 +51,11 @@ def test_an_input_meets_few_functions_before_its_product(trains: bool, world_siz
 
 def test_unknown_and_unavailable_algorithms() -> None:
     (comm,) = Communicator.threads(1)
-    x, weight = torch.ones(4, 4), torch.ones(4, 4)
+    x, meta = torch.ones(4, 4), torch.ones(4, 4, device="meta")
     with pytest.raises(ValueError, match="auto, triton, cublas, overlapped, got 'gemm'"):
-        row_linear(x, weight, comm, algorithm="gemm")
+        row_linear(x, x, comm, algorithm="gemm")
     with pytest.raises(ValueError, match="'overlapped' needs CUDA tensors, got cpu; use 'auto'"):
-        row_linear(x, weight, comm, algorithm="overlapped")
-    meta = x.to("meta")
+        row_linear(x, x, comm, algorithm="overlapped")
     with pytest.raises(ValueError, match="needs CUDA"):
         row_linear(meta, meta, comm, scatter=True, algorithm="overlapped")
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import on, run_processes, run_threads
+from support.checks import assert_raises
+from support.ranks import on, on_ranks, run_threads
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -146,32 +147,29 @@ def test_errors_state_value_and_remedy() -> None:
     train(plain, optimizer, torch.ones(8, 5, dtype=torch.float64))
     state = full_optimizer_state_dict(plain, optimizer)
     sharded = tensor_parallelize(copy.deepcopy(plain), PLAN, comm)
-    for call in (
-        lambda: full_optimizer_state_dict(sharded, optimizer),
-        lambda: load_full_optimizer_state_dict(sharded, optimizer, state),
-    ):
-        with pytest.raises(ValueError, match=r"shape \(7, 5\) .* after tensor_parallelize"):
-            call()
+    message = r"shape \(7, 5\) .* after tensor_parallelize"
+    assert_raises(ValueError, message, full_optimizer_state_dict, sharded, optimizer)
+    assert_raises(ValueError, message, load_full_optimizer_state_dict, sharded, optimizer, state)
     wrong = copy.deepcopy(state)
     wrong["state"]["1.weight"]["exp_avg"] = torch.zeros(4, 4)
-    fresh = Adam(sharded.parameters())
+    fresh, first = Adam(sharded.parameters()), Adam(sharded[0].parameters())
     cases = [
         (fresh, wrong, r"'exp_avg' of shape \(4, 4\) .* full shape is \(4, 7\)"),
-        (
-            Adam(sharded[0].parameters()),
-            state,
-            "has the parameters 0.weight, 0.bias, but .* 3.bias",
-        ),
+        (first, state, "has the parameters 0.weight, 0.bias, but .* 3.bias"),
         (grouped(Adam, sharded), state, "has 2 groups of parameters, but the state 1"),
-        (Adam(sharded[0].parameters()), optimizer.state_dict(), "but that of the state 0, 1, 2,"),
+        (first, optimizer.state_dict(), "but that of the state 0, 1, 2,"),
     ]
     for loading, given, message in cases:
-        with pytest.raises(ValueError, match=message):
-            load_full_optimizer_state_dict(sharded, loading, given)
+        assert_raises(ValueError, message, load_full_optimizer_state_dict, sharded, loading, given)
         assert not loading.state and loading.param_groups[0]["lr"] == 0.001
 
 
-def fsdp_on_rank(world: Communicator, x: Tensor) -> None:
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.7", reason="FSDP2 of torch 2.6 does not run on CPUs"
+)
+@on_ranks(4)
+def test_layers_that_fsdp_shards_again(world: Communicator) -> None:
+    x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     with Communicator.from_process_group(mesh["shard"].get_group()) as comm:
         plain = model()
@@ -194,11 +192,3 @@ def fsdp_on_rank(world: Communicator, x: Tensor) -> None:
             optimizer = Adam(sharded.parameters())
             load_full_optimizer_state_dict(sharded, optimizer, state)
         world.barrier()
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.7", reason="FSDP2 of torch 2.6 does not run on CPUs"
-)
-def test_layers_that_fsdp_shards_again() -> None:
-    run_processes(4, fsdp_on_rank, torch.randn(8, 5, dtype=torch.float64))

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support.checks import assert_same_state
 from support.error_bounds import gamma
 from support.ranks import run_threads
 from torch import Tensor, nn
@@ -58,8 +59,7 @@ def test_outputs_and_gradients_are_those_of_one_process(ranks: int) -> None:
         close(model[0].sinks.grad, plain[0].sinks.grad)
         close(model[0].scales.grad, plain[0].scales.grad)
         assert model[0].sinks.shape == (HEADS,) and isinstance(model[0].sinks, nn.Parameter)
-        state = full_state_dict(model)
-        assert all(state[key].equal(value) for key, value in plain.state_dict().items())
+        assert_same_state(full_state_dict(model), plain.state_dict())
         tensor_unparallelize(model)
         assert model(own).equal(plain(own))
 
