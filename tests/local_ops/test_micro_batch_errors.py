@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipekernels import _backend
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 X = torch.zeros(4, 3)
@@ -83,30 +82,6 @@ def test_unaligned_elements_cannot_be_cast() -> None:
     assert torch.equal(
         torch.cat(split_micro_batches(x.clone(), 2, dtype=torch.float64)), x.double()
     )
-
-
-@pytest.mark.parametrize(
-    ("wholes", "parts", "message"),
-    [
-        ([4], [5], "micro-batches hold 5 entries, the tensor has 4"),
-        ([4, 4], [1, 1, 3, 2], "the tensors of micro-batch 1 differ in their size"),
-        ([4, 4], [1, 1, 3], "3 micro-batch tensors for 2 tensors and 2 micro-batches"),
-        ([], [4], "0 tensors"),
-    ],
-)
-def test_the_extension_refuses_inconsistent_sizes(
-    wholes: list[int], parts: list[int], message: str
-) -> None:
-    arguments = [[torch.zeros(size) for size in sizes] for sizes in (wholes, parts)]
-    with pytest.raises(ValueError, match=message):
-        _backend.load().copy_micro_batches(True, 0, *arguments, 1)
-
-
-def test_the_extension_casts_only_between_floating_types() -> None:
-    x = torch.zeros(4)
-    for other in (x.int(), x.bool()):
-        with pytest.raises(ValueError, match="both"):
-            _backend.load().copy_micro_batches(True, 0, [x], [other], 1)
 
 
 def test_tensors_without_memory_of_their_own() -> None:

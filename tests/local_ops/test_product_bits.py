@@ -44,9 +44,6 @@ def first_difference(question: Question, dtype: torch.dtype, cases: int) -> str 
     return None
 
 
-# ---- memory ----
-
-
 def randn(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape).to(dtype)
 
@@ -77,9 +74,6 @@ def some(rng: random.Random, size: int) -> tuple[int, int]:
     """A range that is neither empty nor, where possible, all."""
     begin = rng.randrange(size)
     return (begin, rng.randint(begin + 1, size)) if begin else (0, max(1, rng.randrange(size)))
-
-
-# ---- products ----
 
 
 def operands(rng: random.Random, dtype: torch.dtype, unit: int = 1) -> tuple[Tensor, Tensor, str]:
@@ -138,33 +132,17 @@ def linear_or_mm(rng: random.Random, dtype: torch.dtype) -> Case:
     return shapes, functional.linear(x, w), x @ w.t()
 
 
-# ---- elementwise and rows ----
-
-ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
-    "division": lambda x: x / (x * x + 1),
-    "sqrt": lambda x: torch.sqrt(x.abs()),
-}
-ROWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda x: functional.softmax(x, -1),
-    "rms_norm": lambda x: functional.rms_norm(x, x.shape[-1:]),
-    "layer_norm": lambda x: functional.layer_norm(x, x.shape[-1:]),
-}
-
-
-def elementwise(name: str) -> None:
+def elementwise(name: str, call: Callable[[Tensor], Tensor]) -> None:
     @question(f"{name}: position, number and address of elements")
     def position(rng: random.Random, dtype: torch.dtype) -> Case:
         count = rng.choice([rng.randint(1, 40), rng.randint(1, 300), rng.randint(1, 3000)])
         x = randn(count, dtype=dtype) * rng.choice([1, 4])
         a, b = some(rng, count)
         by = rng.randrange(17)
-        part = ELEMENTWISE[name](moved(x[a:b], by))
-        return f"{count} elements, {a}:{b} moved by {by}", ELEMENTWISE[name](x)[a:b], part
+        return f"{count} elements, {a}:{b} moved by {by}", call(x)[a:b], call(moved(x[a:b], by))
 
 
-def rowwise(name: str) -> None:
-    call = ROWS[name]
-
+def rowwise(name: str, call: Callable[[Tensor], Tensor]) -> None:
     @question(f"{name}: other rows, address, threads 1 or 2")
     def other_rows(rng: random.Random, dtype: torch.dtype) -> Case:
         rows = rng.choice([rng.randint(2, 9), rng.randint(2, 70), 600])
@@ -174,10 +152,11 @@ def rowwise(name: str) -> None:
         return f"{tuple(x.shape)} rows {a}:{b}", with_threads(2, lambda: call(x))[a:b], part
 
 
-for name in ELEMENTWISE:
-    elementwise(name)
-for name in ROWS:
-    rowwise(name)
+elementwise("division", lambda x: x / (x * x + 1))
+elementwise("sqrt", lambda x: torch.sqrt(x.abs()))
+rowwise("softmax", lambda x: functional.softmax(x, -1))
+rowwise("rms_norm", lambda x: functional.rms_norm(x, x.shape[-1:]))
+rowwise("layer_norm", lambda x: functional.layer_norm(x, x.shape[-1:]))
 
 
 @question("AdamW, foreach: some elements of a parameter")
@@ -197,13 +176,9 @@ def adamw(rng: random.Random, dtype: torch.dtype) -> Case:
     return f"{count} elements, {a}:{b}", stepped(p, g)[a:b], stepped(p[a:b], g[a:b].clone())
 
 
-# ---- embeddings ----
-
-
 def embedding_gradient(ids: Tensor, g: Tensor, rows: int) -> Tensor:
     weight = g.new_zeros(rows, g.shape[-1]).requires_grad_()
     functional.embedding(ids, weight).backward(g)
-    assert weight.grad is not None
     return weight.grad
 
 
@@ -228,9 +203,6 @@ def embedding_rows(rng: random.Random, dtype: torch.dtype) -> Case:
     local = (ids - a).masked_fill(outside, 0)
     part = embedding_gradient(local, g.masked_fill(outside[:, None], 0), b - a)
     return f"{len(ids)} ids of {rows}, rows {a}:{b}", embedding_gradient(ids, g, rows)[a:b], part
-
-
-# ---- answers ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,11 +3,13 @@
 import contextlib
 import importlib.metadata
 import importlib.util
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from support.checks import assert_raises
 from support.kernels.gemm_cases import (
     CONFIG,
     FLOAT8,
@@ -23,6 +25,7 @@ from support.kernels.interpreter import run_interpreted
 from torch import Tensor
 from torch.nn import functional
 
+from pipekernels import _log
 from pipekernels.kernels.config import BLOCKS, KINDS, Config, candidates
 from pipekernels.kernels.layout import layout_of
 from pipekernels.kernels.table import LAYOUTS
@@ -36,9 +39,6 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 @pytest.fixture(scope="module", autouse=True)
 def exact_float32() -> None:
     assert not tf32_allowed()
-
-
-# ---- values ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,31 +110,22 @@ def test_any_number_of_dimensions_and_autocast(device: torch.device) -> None:
 
 def test_errors_state_value_limit_and_remedy() -> None:
     x, weight = torch.ones(3, 4), torch.ones(5, 4)
-    cases: list[tuple[Any, type[Exception], str]] = [
-        (lambda: sharded_gemm([1.0], weight), TypeError, "got list; pass torch.as_tensor"),
-        (lambda: sharded_gemm(x, weight, bias=0.0), TypeError, "got float"),
-        (lambda: sharded_gemm(x, weight.t()), ValueError, r"agree in k, got \(3, 4\) and \(4, 5\)"),
-        (lambda: sharded_gemm(x, weight.double()), TypeError, "float32 but weight torch.float64"),
-        (lambda: sharded_gemm(x, weight, x[0]), ValueError, r"\[5\], got \(4,\)"),
-        (lambda: sharded_gemm(x, weight, residual=x), ValueError, r"\(3, 5\), got \(3, 4\)"),
-        (lambda: sharded_gemm(x, weight, algorithm="mm"), ValueError, "auto, triton, cublas, got"),
-        (lambda: sharded_gemm(x, weight, algorithm="triton"), ValueError, "needs CUDA.*'auto'"),
-        (lambda: sharded_gemm(x, weight.to("meta")), ValueError, "on one device, got cpu, meta"),
-        (lambda: sharded_gemm(x, weight, scale_x=x[0]), TypeError, "belong to torch.float8_e4m3fn"),
-        (
-            lambda: sharded_gemm(x.to(FLOAT8), weight.to(FLOAT8), scale_x=torch.ones(2)),
-            ValueError,
-            "1 or 3 elements",
-        ),
-        (
-            lambda: sharded_gemm(x.to(FLOAT8), weight.to(FLOAT8), out_dtype=torch.int32),
-            TypeError,
-            "out_dtype must be bfloat16",
-        ),
-    ]
-    for call, error, message in cases:
-        with pytest.raises(error, match=message):
-            call()
+    x8, weight8 = x.to(FLOAT8), weight.to(FLOAT8)
+    for error, message, args, options in [
+        (TypeError, "got list; pass torch.as_tensor", ([1.0], weight), {}),
+        (TypeError, "got float", (x, weight), {"bias": 0.0}),
+        (ValueError, r"agree in k, got \(3, 4\) and \(4, 5\)", (x, weight.t()), {}),
+        (TypeError, "float32 but weight torch.float64", (x, weight.double()), {}),
+        (ValueError, r"\[5\], got \(4,\)", (x, weight, x[0]), {}),
+        (ValueError, r"\(3, 5\), got \(3, 4\)", (x, weight), {"residual": x}),
+        (ValueError, "auto, triton, cublas, got", (x, weight), {"algorithm": "mm"}),
+        (ValueError, "needs CUDA.*'auto'", (x, weight), {"algorithm": "triton"}),
+        (ValueError, "on one device, got cpu, meta", (x, weight.to("meta")), {}),
+        (TypeError, "belong to torch.float8_e4m3fn", (x, weight), {"scale_x": x[0]}),
+        (ValueError, "1 or 3 elements", (x8, weight8), {"scale_x": torch.ones(2)}),
+        (TypeError, "out_dtype must be bfloat16", (x8, weight8), {"out_dtype": torch.int32}),
+    ]:
+        assert_raises(error, message, sharded_gemm, *args, **options)
 
 
 @pytest.mark.compile
@@ -143,9 +134,6 @@ def test_errors_state_value_limit_and_remedy() -> None:
 @pytest.mark.parametrize("level", ["not full", pytest.param("full", marks=pytest.mark.full)])
 def test_the_kernel_in_the_interpreter(level: str) -> None:
     run_interpreted("interpreted_gemm.py", level)
-
-
-# ---- the choice of the algorithm ----
 
 
 def choice(algorithm: str, dtype: torch.dtype = torch.bfloat16, k: int = 64) -> Config | None:
@@ -211,9 +199,7 @@ def test_auto_leaves_short_products_to_the_library_unless_captured(
     assert calls(captured=True) == ["library"]
 
 
-def test_products_for_the_library_skip_the_operation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_products_for_the_library_skip_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Except the first time, when the kernel is loaded, and in captures, which may take longer."""
     captured: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(captured))
@@ -231,11 +217,8 @@ def test_products_for_the_library_skip_the_operation(
     assert not calls_operation()
     pretend_gpu(monkeypatch, measured())
     assert calls_operation() and calls_operation()
-    assert (
-        not calls_operation(torch.float64)
-        and not calls_operation(torch.float16)
-        and not calls_operation(rows=0)
-    )
+    assert not calls_operation(torch.float64) and not calls_operation(torch.float16)
+    assert not calls_operation(rows=0)
     assert not calls_operation(rows=65)  # In another shape class.
     pretend_gpu(monkeypatch, measured(speedup=1.0))
     assert not calls_operation()
@@ -280,13 +263,42 @@ def test_auto_takes_triton_for_float8_that_the_library_does_not_support(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend_gpu(monkeypatch, None)
-    a, b = torch.empty(64, 64).to(FLOAT8), torch.empty(60, 64).to(FLOAT8)
-    assert choose(a, b, torch.empty(64, 60)) is not None
-    b = torch.empty(64, 64).to(FLOAT8)
-    assert choose(a, b, torch.empty(64, 64, dtype=torch.bfloat16)) is None
+    a = torch.empty(64, 64).to(FLOAT8)
+    assert choose(a, a[:60], torch.empty(64, 60)) is not None
+    assert choose(a, a, torch.empty(64, 64, dtype=torch.bfloat16)) is None
 
 
-# ---- on a GPU ----
+def test_why_a_product_is_left_to_the_library_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_log, "_seen", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    caplog.set_level(logging.INFO, "pipekernels")
+
+    def ask(rows: int = 64) -> None:
+        x = torch.empty(rows, 64, dtype=torch.bfloat16).as_subclass(OnGpu)
+        weight = torch.empty(64, 64, dtype=torch.bfloat16).as_subclass(OnGpu)
+        assert choose(x, weight, None) is None
+        assert choose(x, weight, torch.empty(rows, 64)) is None
+
+    pretend_gpu(monkeypatch, None)
+    ask()
+    pretend_gpu(monkeypatch, measured())
+    ask(rows=65)  # In a class that was not measured.
+    pretend_gpu(monkeypatch, measured(speedup=1.0))
+    ask()
+    monkeypatch.setattr(gemm_choice, "has_triton", lambda: False)
+    ask()
+    reasons = [
+        "nothing was measured on this GPU; `pipekernels tune` does",
+        "such products were not measured",
+        "the library was as fast for Shape(",
+        "the kernel needs Triton 3.6 or newer",
+    ]
+    start = "sharded_gemm on Some GPU is the vendor's library: "
+    assert len(caplog.messages) == len(reasons)
+    for message, why in zip(caplog.messages, reasons, strict=True):
+        assert message.startswith(start + why)
 
 
 def gpu_products() -> list[tuple[str, str, str]]:

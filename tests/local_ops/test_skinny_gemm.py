@@ -45,29 +45,23 @@ def test_slabs_have_the_same_bits_in_one_call_or_in_several(
     exact = functional.linear(x.double(), weight.double())
 
     def partial(begin: int, end: int, slabs: int) -> Tensor:
-        part = skinny_partial(
-            x[:, begin:end].contiguous(), weight[:, begin:end].contiguous(), slabs
-        )
+        operands = (t[:, begin:end].contiguous() for t in (x, weight))
+        part = skinny_partial(*operands, slabs)
         assert part is not None and part.dtype == wide
         return part
 
     def tree(begin: int, end: int, slabs: int, calls: int) -> Tensor:
         if calls == 1:
             return partial(begin, end, slabs)
-        middle = (begin + end) // 2
-        left, right = (
-            tree(*half, slabs // 2, calls // 2) for half in ((begin, middle), (middle, end))
-        )
-        return left + right
+        middle, rest = (begin + end) // 2, (slabs // 2, calls // 2)
+        return tree(begin, middle, *rest) + tree(middle, end, *rest)
 
     for slabs in (1, 2, 4, 8):
         whole = partial(0, inner, slabs)
-        error = ERRORS[torch.float64 if wide == torch.float64 else torch.float32]
-        assert ((whole.double() - exact).abs() <= error * absolute).all()
-        calls = 2
-        while calls <= slabs:
-            assert torch.equal(tree(0, inner, slabs, calls), whole), (slabs, calls)
-            calls *= 2
+        assert ((whole.double() - exact).abs() <= ERRORS[wide] * absolute).all()
+        for calls in (2, 4, 8):
+            if calls <= slabs:
+                assert torch.equal(tree(0, inner, slabs, calls), whole), (slabs, calls)
     linear = skinny_linear(x, weight, None)
     assert linear is not None and torch.equal(partial(0, inner, 1).to(dtype), linear)
 
@@ -103,7 +97,7 @@ def test_slabs_that_do_not_fit(slabs: int) -> None:
 def test_where_the_kernel_does_not_apply() -> None:
     x, weight, bias = torch.randn(2, 8), torch.randn(3, 8), torch.randn(3)
     trained = nn.Parameter(weight)
-    cases: list[tuple[Tensor, Tensor, Tensor | None]] = [
+    for case in [
         (torch.randn(5, 8), weight, None),
         (torch.randn(0, 8), weight, None),
         (x, torch.randn(8, 3).t(), None),
@@ -115,8 +109,7 @@ def test_where_the_kernel_does_not_apply() -> None:
         (x, weight, torch.randn(4)),
         (x, trained, None),
         (x.to("meta"), weight.to("meta"), None),
-    ]
-    for case in cases:
+    ]:
         assert skinny_linear(*case) is None, [t.shape for t in case if t is not None]
         if case[2] is None:
             assert skinny_partial(*case[:2], 1) is None
@@ -135,9 +128,8 @@ def test_sharded_layers_use_it_without_gradients(rows: int) -> None:
     expected = down(up(x)).detach()
 
     def body(comm: Communicator) -> None:
-        pair = nn.Sequential(
-            ColumnParallelLinear.from_linear(up, comm), RowParallelLinear.from_linear(down, comm)
-        )
+        first = ColumnParallelLinear.from_linear(up, comm)
+        pair = nn.Sequential(first, RowParallelLinear.from_linear(down, comm))
         with torch.no_grad():
             torch.testing.assert_close(pair(x), expected)
         torch.testing.assert_close(pair(x), expected)

@@ -1,6 +1,7 @@
 """Forward-mode derivatives and ``torch.func`` over operations and pipes: correct, or an error."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,9 +36,7 @@ def dual(function: Function, *, needs_grad: bool = False) -> Tensor:
         primal = tensor(5, 2).requires_grad_(needs_grad)
         result = function(forward_ad.make_dual(primal, tensor(2, 5).t()))
         assert result.requires_grad == needs_grad
-        tangent = forward_ad.unpack_dual(result).tangent
-        assert tangent is not None
-        return tangent
+        return forward_ad.unpack_dual(result).tangent
 
 
 TRANSFORMS: dict[str, Callable[[Function], Any]] = {
@@ -85,20 +84,12 @@ def test_tangents_are_cast_with_their_tensors() -> None:
     assert torch.equal(result.tangent, torch.cat([t[:2].float().double(), torch.zeros(2, 2)]))
 
 
-COLLECTIVES: dict[str, Callable[[Tensor, Communicator], Tensor]] = {
-    "all_reduce": ops.all_reduce,
-    "reduce_scatter": ops.reduce_scatter,
-    "all_gather": ops.all_gather,
-    "broadcast": ops.broadcast,
-}
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if not name.startswith("vmap over")])
-@pytest.mark.parametrize("operation", COLLECTIVES)
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
 def test_collectives_refuse_all_transforms_but_vmap(operation: str, name: str) -> None:
     def function(x: Tensor) -> Tensor:
-        return COLLECTIVES[operation](x, comm)
+        return getattr(ops, operation)(x, comm)
 
     with Communicator.threads(1)[0] as comm:
         if name == "vmap":
@@ -108,11 +99,11 @@ def test_collectives_refuse_all_transforms_but_vmap(operation: str, name: str) -
             TRANSFORMS[name](function)
 
 
-LAYERS: dict[str, Callable[[Communicator], nn.Module]] = {
-    "row": lambda comm: RowParallelLinear(2, 3, comm=comm),
-    "row_split_input": lambda comm: RowParallelLinear(2, 3, comm=comm, input_is_parallel=False),
-    "column": lambda comm: ColumnParallelLinear(2, 3, comm=comm),
-    "column_gather_output": lambda comm: ColumnParallelLinear(2, 3, comm=comm, gather_output=True),
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "row": RowParallelLinear,
+    "row_split_input": partial(RowParallelLinear, input_is_parallel=False),
+    "column": ColumnParallelLinear,
+    "column_gather_output": partial(ColumnParallelLinear, gather_output=True),
 }
 
 
@@ -121,7 +112,7 @@ LAYERS: dict[str, Callable[[Communicator], nn.Module]] = {
 def test_sharded_layers_refuse_to_be_transformed(kind: str, name: str) -> None:
     what = "no forward-mode derivative" if "dual" in name else "not run inside .* torch.func"
     with Communicator.threads(1)[0] as comm:
-        layer = LAYERS[kind](comm).double()
+        layer = LAYERS[kind](2, 3, comm=comm).double()
         with pytest.raises(RuntimeError, match=f"^a layer that is sharded over ranks .*{what}"):
             TRANSFORMS[name](layer)
 
