@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.levels import in_gate
 from support.models import model_of, run_sharded, tokens
-from support.ranks import run_processes, run_threads
+from support.ranks import on_ranks, run_threads
 from torch import nn
 
 from pipekernels import Communicator, tensor_parallelize
@@ -65,27 +65,27 @@ def test_training_follows_one_process_and_adapters_are_pefts_own(
     plain, whole = adapted(name), adapted(name)
     expected = losses(plain)
     assert expected[-1] < expected[0]
-    trained = {key: p for key, p in plain.named_parameters() if "lora_" in key}
+    trained = {key: p for key, p in plain.state_dict().items() if "lora_" in key}
 
     def body(model: Any, _: Communicator) -> None:
         assert losses(model) == pytest.approx(expected, rel=1e-6)
         state = full_state_dict(model)
-        for key, parameter in trained.items():
-            torch.testing.assert_close(state[key], parameter.detach(), rtol=1e-4, atol=1e-6)
+        found = {key: state[key] for key in trained}
+        torch.testing.assert_close(found, trained, rtol=1e-4, atol=1e-6)
         model.save_pretrained(tmp_path)
         tensor_unparallelize(model)
         assert losses(copy.deepcopy(model)) == pytest.approx(losses(copy.deepcopy(plain)), rel=1e-5)
 
     run_sharded(whole, world_size, body)
-    loaded = peft.PeftModel.from_pretrained(model_of(name), tmp_path)
-    found = {key: p for key, p in loaded.named_parameters() if "lora_" in key}
-    assert found.keys() == trained.keys()
-    for key, parameter in trained.items():
-        torch.testing.assert_close(found[key].double(), parameter, rtol=1e-4, atol=1e-6)
+    loaded = peft.PeftModel.from_pretrained(model_of(name), tmp_path).double().state_dict()
+    found = {key: p for key, p in loaded.items() if "lora_" in key}
+    torch.testing.assert_close(found, trained, rtol=1e-4, atol=1e-6)
 
 
-def add_to_shards(comm: Communicator, name: str, folder: str) -> None:
-    """Trains adapters that were added to a sharded model, beside ones added to the whole model."""
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+@on_ranks(2)
+def test_adapters_added_to_a_sharded_model(comm: Communicator, name: str, tmp_path: Path) -> None:
+    """They train as ones that were added to the whole model."""
     torch.manual_seed(3)
     plain = peft.get_peft_model(model_of(name).double(), config_of(name))
     torch.manual_seed(3)
@@ -93,12 +93,9 @@ def add_to_shards(comm: Communicator, name: str, folder: str) -> None:
     trainable = {key for key, p in model.named_parameters() if p.requires_grad}
     assert trainable == {key for key, p in plain.named_parameters() if p.requires_grad}
     assert losses(model) == pytest.approx(losses(plain), rel=1e-6)
-    model.save_pretrained(folder)
-    loaded = peft.PeftModel.from_pretrained(model_of(name), folder)
-    for key, parameter in loaded.named_parameters():
-        torch.testing.assert_close(
-            parameter.double(), plain.get_parameter(key), rtol=1e-4, atol=1e-6
-        )
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(model_of(name), tmp_path).double().state_dict()
+    torch.testing.assert_close(loaded, plain.state_dict(), rtol=1e-4, atol=1e-6)
     merged, expected = model.merge_and_unload(), plain.merge_and_unload()
     with torch.no_grad():
         torch.testing.assert_close(merged(tokens(2, 9)).logits, expected(tokens(2, 9)).logits)
@@ -106,27 +103,17 @@ def add_to_shards(comm: Communicator, name: str, folder: str) -> None:
     torch.testing.assert_close(merged.state_dict(), expected.state_dict())
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
-def test_adapters_added_to_a_sharded_model(name: str, tmp_path: Path) -> None:
-    run_processes(2, add_to_shards, name, str(tmp_path))
-
-
-def refuse(comm: Communicator) -> None:
+@on_ranks(2)
+def test_adapters_that_need_whole_weights_or_differ_are_refused(comm: Communicator) -> None:
     model = tensor_parallelize(model_of("Llama"), "auto", comm)
-    before = {key: module for key, module in model.named_modules()}
+    before = dict(model.named_modules())
     for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
         with pytest.raises(ValueError, match=r"read whole weights.*before tensor_parallelize"):
             add_adapters(model, config_of("Llama", **options))
     torch.manual_seed(comm.rank)
     with pytest.raises(ValueError, match=r"lora_A.default' on rank 1 is not that on rank 0"):
         add_adapters(model, config_of("Llama"))
-    assert before == {key: module for key, module in model.named_modules()}
-
-
-@pytest.mark.processes
-def test_adapters_that_need_whole_weights_or_differ_are_refused() -> None:
-    run_processes(2, refuse)
+    assert before == dict(model.named_modules())
 
 
 def test_adapters_can_be_merged_into_the_shards() -> None:

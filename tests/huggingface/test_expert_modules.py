@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.levels import in_gate
+from support.models import assert_close_to_largest, outputs_and_gradients
 from support.ranks import run_threads
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.modeling_outputs import CausalLMOutput
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.tensor_parallel import RowParallelLinear, full_state_dict, plan_for
+from pipekernels.tensor_parallel import RowParallelLinear, plan_for
 
 pytestmark = pytest.mark.slow
 
@@ -77,15 +78,6 @@ class Model(transformers.PreTrainedModel):
         return CausalLMOutput(logits=self.head(x))
 
 
-def outputs_and_gradients(model: Model, ids: Tensor) -> dict[str, Tensor]:
-    output = model(ids).logits
-    output.square().mean().backward()
-    for parameter in model.parameters():  # So that the full state is that of gradients.
-        grad = parameter.grad
-        parameter.data = torch.zeros_like(parameter) if grad is None else grad
-    return {"output": output.detach(), **full_state_dict(model)}
-
-
 @pytest.mark.parametrize("ranks", in_gate([2], [2, 4]))
 def test_each_rank_holds_a_slice_of_every_expert(ranks: int) -> None:
     torch.manual_seed(0)
@@ -102,9 +94,6 @@ def test_each_rank_holds_a_slice_of_every_expert(ranks: int) -> None:
     def body(comm: Communicator) -> None:
         own = tensor_parallelize(copy.deepcopy(model), "auto", comm)
         assert all(isinstance(expert.w2, RowParallelLinear) for expert in own.layers[1].experts)
-        found = outputs_and_gradients(own, ids)
-        for key, value in expected.items():
-            bound = 1e-10 * value.abs().max().clamp_min(1e-3).item()
-            assert (found[key] - value).abs().max() <= bound, key
+        assert_close_to_largest(outputs_and_gradients(own, ids), expected, 1e-10)
 
     run_threads(ranks, body)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.checks import assert_same_state
 from support.levels import in_gate
 from support.ranks import run_threads
 
@@ -22,33 +23,30 @@ from pipekernels.tensor_parallel import (
 )
 from pipekernels.tensor_parallel.experts import ParallelExperts
 
-FAMILIES = {
-    "Mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig),
-    "Qwen3Moe": (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig),
-    "Qwen3Next": (transformers.Qwen3NextForCausalLM, transformers.Qwen3NextConfig),
-    "DeepseekV3": (transformers.DeepseekV3ForCausalLM, transformers.DeepseekV3Config),
-    "Llama4": (transformers.Llama4ForCausalLM, transformers.Llama4TextConfig),
-    "Glm4Moe": (transformers.Glm4MoeForCausalLM, transformers.Glm4MoeConfig),
-    "Glm4MoeLite": (transformers.Glm4MoeLiteForCausalLM, transformers.Glm4MoeLiteConfig),
-    "GptOss": (transformers.GptOssForCausalLM, transformers.GptOssConfig),
-    "Olmoe": (transformers.OlmoeForCausalLM, transformers.OlmoeConfig),
-    "GraniteMoe": (transformers.GraniteMoeForCausalLM, transformers.GraniteMoeConfig),
-}
+pytestmark = pytest.mark.slow
+FAMILIES = [
+    "Mixtral", "Qwen3Moe", "Qwen3Next", "DeepseekV3", "Llama4", "Glm4Moe", "Glm4MoeLite", "GptOss",
+    "Olmoe", "GraniteMoe",
+]  # fmt: skip
+WITH_AUXILIARY_LOSS = ("Mixtral", "Qwen3Moe", "Olmoe", "GraniteMoe")
 EXPERT_PARALLEL = {"*.experts": "expert_parallel"}
 
 
 def model_of(family: str) -> Any:
-    kind, config = FAMILIES[family]
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    config = getattr(transformers, f"{family}Config" if family != "Llama4" else "Llama4TextConfig")
     return small_model(kind, config())[0]
 
 
-def losses(model: Any, ids: torch.Tensor, steps: int) -> list[float]:
-    """Of training steps."""
+def losses(model: Any, ids: torch.Tensor) -> list[float]:
+    """Of ten training steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    family = type(model).__name__.removesuffix("ForCausalLM")
+    auxiliary = {"output_router_logits": True} if family in WITH_AUXILIARY_LOSS else {}
     found = []
-    for _ in range(steps):
+    for _ in range(10):
         optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids, **AUXILIARY.get(type(model).__name__, {})).loss
+        loss = model(input_ids=ids, labels=ids, **auxiliary).loss
         loss.backward()
         clip_grad_norm_(model, 1.0)
         optimizer.step()
@@ -56,15 +54,8 @@ def losses(model: Any, ids: torch.Tensor, steps: int) -> list[float]:
     return found
 
 
-AUXILIARY = {
-    f"{name}ForCausalLM": {"output_router_logits": True}
-    for name in ("Mixtral", "Qwen3Moe", "Olmoe", "GraniteMoe")
-}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", in_gate(["Mixtral", "DeepseekV3", "Glm4MoeLite", "GptOss"], [*FAMILIES])
+    "family", in_gate(["Mixtral", "DeepseekV3", "Glm4MoeLite", "GptOss"], FAMILIES)
 )
 @pytest.mark.parametrize("plan", ["auto", "expert parallel"])
 @pytest.mark.parametrize("ranks", in_gate([2], [2, 4]))
@@ -73,7 +64,7 @@ def test_training_follows_the_losses_of_one_process(family: str, plan: Any, rank
         pytest.skip("its experts take hidden states that are sorted by experts")
     full = model_of(family)
     ids = torch.randint(3, 61, (2, 7))
-    expected = losses(copy.deepcopy(full).train(), ids, 10)
+    expected = losses(copy.deepcopy(full).train(), ids)
     tokens = full.generate(ids, max_new_tokens=5, do_sample=False)
 
     def body(comm: Communicator) -> None:
@@ -81,17 +72,14 @@ def test_training_follows_the_losses_of_one_process(family: str, plan: Any, rank
         tensor_parallelize(model, "auto" if plan == "auto" else EXPERT_PARALLEL, comm)
         assert any(isinstance(module, ParallelExperts) for module in model.modules())
         assert model.generate(ids, max_new_tokens=5, do_sample=False).equal(tokens)
-        found = losses(model.train(), ids, 10)
-        # transformers computes the loss in float32.
-        bound = 16 * torch.finfo(torch.float32).eps
-        torch.testing.assert_close(found, expected, rtol=bound, atol=0)
+        bound = 16 * torch.finfo(torch.float32).eps  # In which transformers computes the loss.
+        torch.testing.assert_close(losses(model.train(), ids), expected, rtol=bound, atol=0)
         tensor_unparallelize(model)
         assert full_state_dict(model).keys() == full.state_dict().keys()
 
     run_threads(ranks, body)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 @pytest.mark.parametrize("layout", ["fused", "per expert"])
 @pytest.mark.parametrize("plan", ["auto", "expert parallel"])
@@ -112,13 +100,11 @@ def test_files_are_read_slice_by_slice(family: str, layout: str, plan: str, tmp_
                 parameter.zero_()
         tensor_parallelize(model, "auto" if plan == "auto" else EXPERT_PARALLEL, comm)
         load_pretrained(model, tmp_path)
-        found = full_state_dict(model)
-        assert all(torch.equal(found[key], value) for key, value in full.state_dict().items())
+        assert_same_state(full_state_dict(model), full.state_dict())
 
     run_threads(2, body)
 
 
-@pytest.mark.slow
 def test_the_full_model_is_saved(tmp_path: Path) -> None:
     full = model_of("Mixtral").float()
 
@@ -127,12 +113,9 @@ def test_the_full_model_is_saved(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
 
     run_threads(2, body)
-    loaded = type(full).from_pretrained(tmp_path)
-    for key, value in full.state_dict().items():
-        assert torch.equal(loaded.state_dict()[key], value), key
+    assert_same_state(type(full).from_pretrained(tmp_path).state_dict(), full.state_dict())
 
 
-@pytest.mark.slow
 def test_a_plan_shows_experts_of_both_kinds() -> None:
     full = model_of("Mixtral")
     inside, expert_parallel = plan_for(full, 2), plan_for(full, 2, EXPERT_PARALLEL)
@@ -148,7 +131,6 @@ def test_a_plan_shows_experts_of_both_kinds() -> None:
     assert expert_parallel.rank_bytes - expert_parallel.token_bytes == 2 * experts + embedded
 
 
-@pytest.mark.slow
 def test_what_experts_do_not_support_is_refused() -> None:
     full = model_of("Mixtral")
     llama = model_of("Llama4")

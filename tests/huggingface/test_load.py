@@ -1,13 +1,17 @@
 """Folders of safetensors files, read shard by shard and written again."""
 
+import contextlib
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.models import DECODERS, ENCODERS, INPUTS, model_of, run_sharded, tokens
+from support.checks import assert_same_state
+from support.models import DECODERS, ENCODERS, inputs_of, model_of, run_sharded
 from support.ranks import run_threads
 from torch import Tensor, nn
 
@@ -16,6 +20,9 @@ from pipekernels.tensor_parallel import load_pretrained
 
 safetensors = pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import save_file
+
 pytestmark = pytest.mark.slow
 NAMES = [*DECODERS, "BERT", "T5", "ViT"]
 
@@ -37,9 +44,7 @@ def test_saved_loaded_on_other_ranks_and_saved_again(name: str, tmp_path: Path) 
 
     @torch.no_grad()
     def output(model: nn.Module) -> Tensor:
-        inputs = INPUTS.get(name, lambda: {"input_ids": tokens(2, 7)})()
-        value: Tensor = model(**inputs)[0]
-        return value
+        return model(**inputs_of(name))[0]
 
     expected = output(plain)
 
@@ -63,9 +68,7 @@ def test_saved_loaded_on_other_ranks_and_saved_again(name: str, tmp_path: Path) 
             assert (tmp_path / folder / file).read_bytes() == (tmp_path / "1" / file).read_bytes()
     model = meta_model(name)
     load_pretrained(model, tmp_path / "2")
-    assert list(model.state_dict()) == list(plain.state_dict())
-    for key, value in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[key], value), key
+    assert_same_state(model.state_dict(), plain.state_dict())
     torch.testing.assert_close(output(model), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -104,22 +107,12 @@ def counting(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
             read.append(value.nbytes)
             return value
 
-    class File:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.inner = real(*args, **kwargs)
-            self.keys = self.inner.keys
+    @contextlib.contextmanager
+    def opened(*args: Any, **options: Any) -> Iterator[Any]:
+        with real(*args, **options) as file:
+            yield SimpleNamespace(keys=file.keys, get_slice=lambda key: Slice(file.get_slice(key)))
 
-        def __enter__(self) -> Any:
-            self.inner.__enter__()
-            return self
-
-        def __exit__(self, *args: object) -> None:
-            self.inner.__exit__(*args)
-
-        def get_slice(self, key: str) -> Slice:
-            return Slice(self.inner.get_slice(key))
-
-    monkeypatch.setattr(safetensors, "safe_open", File)
+    monkeypatch.setattr(safetensors, "safe_open", opened)
 
 
 def test_what_does_not_fit_is_refused_and_nothing_changed(tmp_path: Path) -> None:
@@ -130,8 +123,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changed(tmp_path: Path) -> Non
     def refused(error: type[Exception], message: str, model: nn.Module = plain) -> None:
         with pytest.raises(error, match=message):
             load_pretrained(model, tmp_path / "whole")
-        for key, value in plain.state_dict().items():
-            assert torch.equal(value, before[key])
+        assert_same_state(plain.state_dict(), before)
 
     with pytest.raises(FileNotFoundError, match="has neither model.safetensors nor .*index.json"):
         load_pretrained(plain, tmp_path)
@@ -161,35 +153,31 @@ def test_what_does_not_fit_is_refused_and_nothing_changed(tmp_path: Path) -> Non
 def test_an_index_names_tensors_of_files_beside_it(
     weight_map: Any, says: str, tmp_path: Path
 ) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
     folder = tmp_path / "model"
     folder.mkdir()
     for path in (tmp_path / "other.safetensors", folder / "model.safetensors"):
-        safetensors.save_file({"0.weight": torch.ones(2, 2)}, path)
+        save_file({"0.weight": torch.ones(2, 2)}, path)
     index = {"weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=says):
         load_pretrained(nn.Sequential(nn.Linear(2, 2, bias=False)), folder)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", "[" * 100_000])
-def test_a_malformed_index_is_refused(text: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match="index.json has no weight_map"):
-        load_pretrained(nn.Linear(2, 2), tmp_path)
+INDEX = ("model.safetensors.index.json", "index.json has no weight_map")
+FILE = ("model.safetensors", "model.safetensors is not a file of safetensors")
 
 
-def test_a_malformed_file_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 20)
-    with pytest.raises(ValueError, match="model.safetensors is not a file of safetensors"):
+@pytest.mark.parametrize(
+    ("name", "says", "text"),
+    [*((*INDEX, text) for text in ("{", "[]", "{}", "[" * 100_000)), (*FILE, "x" * 20)],
+)
+def test_a_malformed_file_is_refused(name: str, says: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=says):
         load_pretrained(nn.Linear(2, 2), tmp_path)
 
 
 def test_buffers_without_a_value_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     model = nn.Module()
     model.register_parameter("weight", nn.Parameter(torch.zeros(2)))

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,10 +36,8 @@ def prompts(count: int) -> tuple[Tensor, Tensor]:
 def test_tokens_are_those_of_the_whole_model(name: str, cache: dict[str, str]) -> None:
     model = model_of(name).eval()
     before = {key: dict(vars(module)) for key, module in model.named_modules()}
-    layers = LAYERS[name]
-    second = f"{layers}.1"
-    head = "lm_head"
-    for count, chunks, stages in [(1, 2, [second]), (5, 2, [second]), (8, 4, [second, head])]:
+    second = f"{LAYERS[name]}.1"
+    for count, chunks, stages in [(1, 2, [second]), (5, 2, [second]), (8, 4, [second, "lm_head"])]:
         ids, mask = prompts(count)
         options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, **cache}
         expected = model.generate(ids, attention_mask=mask, **options)
@@ -46,14 +46,11 @@ def test_tokens_are_those_of_the_whole_model(name: str, cache: dict[str, str]) -
         ended = model.generate(ids, attention_mask=mask, eos_token_id=end, **options)
         vars(model).pop("_cache", None)
         before[""] = dict(vars(model))
-        found = generate_pipelined(
-            model, ids, stages, chunks=chunks, attention_mask=mask, **options
-        )
-        assert torch.equal(found, expected)
-        found = generate_pipelined(
-            model, ids, stages, chunks=chunks, attention_mask=mask, eos_token_id=end, **options
-        )
-        assert torch.equal(found, ended)
+        for more, wanted in (({}, expected), ({"eos_token_id": end}, ended)):
+            found = generate_pipelined(
+                model, ids, stages, chunks=chunks, attention_mask=mask, **options, **more
+            )
+            assert torch.equal(found, wanted)
         for key, module in model.named_modules():
             assert vars(module) == before[key], key
     assert not [t for t in threading.enumerate() if t.name.startswith("micro-batch")]
@@ -62,12 +59,10 @@ def test_tokens_are_those_of_the_whole_model(name: str, cache: dict[str, str]) -
 def test_a_model_with_a_device_map() -> None:
     model = model_of("Llama").eval()
     ids, mask = prompts(4)
-    expected = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6)
+    options: Any = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 6}
+    expected = model.generate(ids, **options)
     parallelize_pipeline(model, {"": "cpu", "model.layers.1": "cpu"})
-    found = generate_pipelined(
-        model, ids, ["model.layers.1"], chunks=2, attention_mask=mask, do_sample=False,
-        max_new_tokens=6,
-    )  # fmt: skip
+    found = generate_pipelined(model, ids, ["model.layers.1"], chunks=2, **options)
     assert torch.equal(found, expected)
     unparallelize_pipeline(model)
 
@@ -76,26 +71,15 @@ def test_stages_run_at_the_same_time_and_each_runs_one_micro_batch() -> None:
     model = model_of("Llama").eval()
     spans: list[tuple[int, float, float]] = []
 
-    class Slow(nn.Module):
-        def __init__(self, inner: nn.Module, stage: int) -> None:
-            super().__init__()
-            self.inner, self.stage = inner, stage
+    def slow(stage: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        time.sleep(0.02)
+        result = forward(*args, **kwargs)
+        spans.append((stage, begin, time.perf_counter()))
+        return result
 
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(super().__getattr__("inner"), name)
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            time.sleep(0.02)
-            result = self.inner(*args, **kwargs)
-            spans.append((self.stage, begin, time.perf_counter()))
-            return result
-
-    layers = model.get_submodule("model.layers")
-    layers[0], layers[1] = Slow(layers[0], 0), Slow(layers[1], 1)
+    for stage, layer in enumerate(model.get_submodule("model.layers")):
+        layer.forward = partial(slow, stage, layer.forward)
     ids, _ = prompts(4)
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8}
     generate_pipelined(model, ids, ["model.layers.1"], chunks=2, **options)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.checks import assert_same_state, full_gradients
 from support.models import (
     DECODERS,
     ENCODERS,
     GROUPED,
-    INPUTS,
     SIZES,
     SPECIAL,
+    inputs_of,
     model_of,
     run_sharded,
     tokens,
@@ -26,12 +27,12 @@ from pipekernels.tensor_parallel import full_state_dict, tensor_unparallelize
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
+TWELVE_HEADS = SIZES | {"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 4}
 
 
 def forward_backward(model: nn.Module, name: str) -> list[Tensor]:
     """The outputs of a forward, with a backward after it."""
-    inputs = INPUTS.get(name, lambda: {"input_ids": tokens(2, 9)})()
-    output = model(**inputs)
+    output = model(**inputs_of(name))
     tensors = [value for value in output.values() if isinstance(value, Tensor)]
     sum(tensor.square().mean() for tensor in tensors).backward()
     return [tensor.detach() for tensor in tensors]
@@ -56,10 +57,7 @@ def test_values_and_gradients_are_those_of_one_process(name: str, world_size: in
     def body(model: nn.Module, _: Communicator) -> tuple[list[Tensor], dict[str, Tensor]]:
         sharded = [module for module in model.modules() if hasattr(module, "full_state_dict")]
         assert len(sharded) >= 8
-        outputs = forward_backward(model, name)
-        for parameter in model.parameters():  # So that the full state is that of gradients.
-            parameter.data = parameter.new_zeros(()) if parameter.grad is None else parameter.grad
-        return outputs, full_state_dict(model)
+        return forward_backward(model, name), full_gradients(model)
 
     found = run_sharded(plain, world_size, body)
     expected = forward_backward(plain, name)
@@ -82,10 +80,7 @@ def test_a_saved_model_is_the_full_one(tmp_path: Path) -> None:
     run_sharded(plain, 2, body)
     for folder in ("full", "given0"):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
-        state = loaded.state_dict()
-        assert state.keys() == plain.state_dict().keys()
-        for key, value in plain.state_dict().items():
-            assert torch.equal(state[key], value), key
+        assert_same_state(loaded.state_dict(), plain.state_dict())
     assert not (tmp_path / "given1" / "model.safetensors").exists()
 
 
@@ -96,9 +91,8 @@ def test_norms_between_the_layers_are_not_forgotten() -> None:
 
     def forgotten(model: nn.Module, _: Communicator) -> None:
         logits = model(tokens(1, 4)).logits
-        with pytest.raises(
-            RuntimeError, match=r"shape \(8,\) .* 'model.layers.1.self_attn.o_proj'"
-        ):
+        message = r"shape \(8,\) .* 'model.layers.1.self_attn.o_proj'"
+        with pytest.raises(RuntimeError, match=message):
             logits.sum().backward()
 
     def named(model: nn.Module, _: Communicator) -> dict[str, Tensor]:
@@ -121,13 +115,7 @@ def test_norms_between_the_layers_are_not_forgotten() -> None:
         (transformers.MambaConfig(hidden_size=32, num_hidden_layers=1), 2, "carries no plan"),
         (transformers.GPT2Config(n_embd=30, n_layer=1, n_head=3), 2, "num_attention_heads=3"),
         (transformers.LlamaConfig(**GROUPED), 3, "num_attention_heads=4, which 3 ranks"),
-        (
-            transformers.LlamaConfig(
-                **SIZES | {"num_attention_heads": 12, "hidden_size": 48}, num_key_value_heads=4
-            ),
-            6,
-            "4 heads of keys, which 6 ranks",
-        ),
+        (transformers.LlamaConfig(**TWELVE_HEADS), 6, "4 heads of keys, which 6 ranks"),
     ],
     ids=["no plan", "odd heads", "odd groups", "odd key heads"],
 )
@@ -163,17 +151,12 @@ def test_full_states_are_the_models_own_and_it_comes_back(name: str, one_thread:
     def body(sharded: nn.Module, _: Communicator) -> Any:
         for expected in (other, plain.state_dict()):
             sharded.load_state_dict(expected)
-            full = full_state_dict(sharded)
-            assert full.keys() == expected.keys()
-            for key, value in expected.items():
-                assert torch.equal(full[key], value), key
+            assert_same_state(full_state_dict(sharded), expected)
         forward_backward(sharded, name)
         for model in (copy.deepcopy(sharded), sharded):
             assert tensor_unparallelize(model) is model
             assert str(model) == str(plain)
-            assert list(model.state_dict()) == list(plain.state_dict())
-            for key, value in plain.state_dict().items():
-                assert torch.equal(model.state_dict()[key], value), key
+            assert_same_state(model.state_dict(), plain.state_dict())
             for key, module in model.named_modules():
                 assert numbers_of(module) == numbers[key]
             model.zero_grad()
