@@ -11,18 +11,18 @@ from support.hosts import (
     TWO_SOCKETS_NO_SMT,
     all_cpus,
     host,
+    topology_of,
 )
 
 from pipekernels.binding.places import places, table
-from pipekernels.binding.topology import (
-    Topology,
-    format_cpus,
-    parse_cpus,
-    read_topology,
-)
+from pipekernels.binding.topology import Topology, format_cpus, parse_cpus, read_topology
+
+Found = list[tuple[str, tuple[int, ...], int, int]]  # CPUs, nodes, cores, threads of each rank.
 
 
-def found(root: Path, shape: dict[str, int], ranks: int, allowed: Collection[int] | None = None):
+def found(
+    root: Path, shape: dict[str, int], ranks: int, allowed: Collection[int] | None = None
+) -> Found:
     topology = read_topology(host(root, **shape), allowed or all_cpus(**shape))
     return [
         (format_cpus(place.cpus), place.nodes, place.cores, place.threads)
@@ -30,25 +30,30 @@ def found(root: Path, shape: dict[str, int], ranks: int, allowed: Collection[int
     ]
 
 
-def test_a_rank_per_socket_has_both_hardware_threads_of_its_cores(tmp_path: Path) -> None:
-    assert found(tmp_path, TWO_SOCKETS, 2) == [
-        ("0-23,48-71", (0,), 24, 24),
-        ("24-47,72-95", (1,), 24, 24),
-    ]
+PLACES: dict[str, tuple[dict[str, int], Found]] = {
+    "a rank per socket, with both hardware threads of its cores": (
+        TWO_SOCKETS,
+        [("0-23,48-71", (0,), 24, 24), ("24-47,72-95", (1,), 24, 24)],
+    ),
+    "without SMT, where a core is a CPU": (
+        TWO_SOCKETS_NO_SMT,
+        [("0-23", (0,), 24, 24), ("24-47", (1,), 24, 24)],
+    ),
+    "fewer ranks than nodes, which have whole nodes of one socket": (
+        FOUR_NODES,
+        [("0-31,64-95", (0, 1), 32, 32), ("32-63,96-127", (2, 3), 32, 32)],
+    ),
+    "three ranks on two sockets, which have as many threads each": (
+        TWO_SOCKETS_NO_SMT | {"cores": 16},
+        [("0-9", (0,), 10, 10), ("10-20", (0, 1), 11, 10), ("21-31", (1,), 11, 10)],
+    ),
+}
 
 
-def test_without_smt_a_core_is_a_cpu(tmp_path: Path) -> None:
-    assert found(tmp_path, TWO_SOCKETS_NO_SMT, 2) == [
-        ("0-23", (0,), 24, 24),
-        ("24-47", (1,), 24, 24),
-    ]
-
-
-def test_fewer_ranks_than_nodes_have_whole_nodes_of_one_socket(tmp_path: Path) -> None:
-    assert [(cpus, nodes) for cpus, nodes, *_ in found(tmp_path, FOUR_NODES, 2)] == [
-        ("0-31,64-95", (0, 1)),
-        ("32-63,96-127", (2, 3)),
-    ]
+@pytest.mark.parametrize("name", PLACES)
+def test_places(name: str, tmp_path: Path) -> None:
+    shape, expected = PLACES[name]
+    assert found(tmp_path, shape, len(expected)) == expected
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 64])
@@ -58,11 +63,6 @@ def test_no_rank_spans_nodes_where_their_number_allows_it(ranks: int, tmp_path: 
     assert {(cores, threads) for *_, cores, threads in own} == {(64 // ranks, 64 // ranks)}
     cpus = [cpu for cpus, *_ in own for cpu in parse_cpus(cpus)]
     assert sorted(cpus) == list(range(128))
-
-
-def test_three_ranks_on_two_sockets_have_as_many_threads_each(tmp_path: Path) -> None:
-    own = found(tmp_path, {**TWO_SOCKETS_NO_SMT, "cores": 16}, 3)
-    assert own == [("0-9", (0,), 10, 10), ("10-20", (0, 1), 11, 10), ("21-31", (1,), 11, 10)]
 
 
 def test_a_limited_affinity_is_divided(tmp_path: Path) -> None:
@@ -87,14 +87,14 @@ def test_a_limited_affinity_is_divided(tmp_path: Path) -> None:
 def test_a_container_of_six_cores_has_so_many_threads(
     files: dict[str, str], tmp_path: Path
 ) -> None:
-    topology = read_topology(host(tmp_path, **TWO_SOCKETS, files=files), all_cpus(**TWO_SOCKETS))
+    topology = topology_of(tmp_path, TWO_SOCKETS, **files)
     assert topology.quota == 6.0
     assert [(place.threads, place.nodes) for place in places(topology, 2)] == [(3, (0,)), (3, (1,))]
     assert table(topology, places(topology, 2)).endswith("grants the time of 6 cores")
 
 
 def test_the_table_has_a_line_per_rank(tmp_path: Path) -> None:
-    topology = read_topology(host(tmp_path, **FOUR_NODES), all_cpus(**FOUR_NODES))
+    topology = topology_of(tmp_path, FOUR_NODES)
     assert table(topology, places(topology, 2)).splitlines() == [
         "rank 0: socket 0, node 0-1, 32 cores (CPUs 0-31,64-95), 32 threads",
         "rank 1: socket 1, node 2-3, 32 cores (CPUs 32-63,96-127), 32 threads",
@@ -103,7 +103,7 @@ def test_the_table_has_a_line_per_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [0, -1, 49])
 def test_more_ranks_than_cores_are_an_error(ranks: int, tmp_path: Path) -> None:
-    topology = read_topology(host(tmp_path, **TWO_SOCKETS), all_cpus(**TWO_SOCKETS))
+    topology = topology_of(tmp_path, TWO_SOCKETS)
     with pytest.raises(ValueError, match=f"{ranks} ranks .* may use 48 cores; start 1 to 48 ranks"):
         places(topology, ranks)
 

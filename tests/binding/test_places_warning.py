@@ -5,11 +5,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-from support.hosts import EIGHT_NODES, FOUR_NODES, TWO_SOCKETS, all_cpus, host
+from support.hosts import EIGHT_NODES, FOUR_NODES, TWO_SOCKETS, all_cpus, host, topology_of
 
 from pipekernels.binding import warning
 from pipekernels.binding.places import places
-from pipekernels.binding.topology import read_topology
 
 ONE_NODE = {"sockets": 1, "nodes": 1, "cores": 6, "smt": 2}
 
@@ -19,14 +18,13 @@ ONE_NODE = {"sockets": 1, "nodes": 1, "cores": 6, "smt": 2}
 def test_ranks_that_pipekernels_binds_are_in_their_places(
     tmp_path: Path, shape: dict[str, int], ranks: int
 ) -> None:
-    topology = read_topology(host(tmp_path, **shape), all_cpus(**shape))
-    bound = [place.cpus for place in places(topology, ranks)]
+    bound = [place.cpus for place in places(topology_of(tmp_path, shape), ranks)]
     assert warning.problem(bound, tmp_path) is None
 
 
 def test_ranks_with_parts_of_two_nodes(tmp_path: Path) -> None:
-    topology = read_topology(host(tmp_path, **FOUR_NODES), all_cpus(**FOUR_NODES))
-    found = warning.problem([place.cpus for place in places(topology, 3)], tmp_path)
+    bound = [place.cpus for place in places(topology_of(tmp_path, FOUR_NODES), 3)]
+    found = warning.problem(bound, tmp_path)
     assert found is not None and found.startswith("rank 0 of this host may run on memory nodes [0,")
 
 
@@ -34,7 +32,6 @@ def test_ranks_float_over_nodes(tmp_path: Path) -> None:
     host(tmp_path, **TWO_SOCKETS)
     everywhere = all_cpus(**TWO_SOCKETS)
     found = warning.problem([everywhere] * 2, tmp_path)
-    assert found is not None
     assert found.startswith("rank 0 of this host may run on memory nodes [0, 1], as may others")
     assert "`pipekernels run`" in found
     assert warning.problem([everywhere], tmp_path) is None  # Nobody else is there.
@@ -48,7 +45,6 @@ def test_on_one_node_ranks_may_float(tmp_path: Path) -> None:
 def test_ranks_share_cores(tmp_path: Path) -> None:
     host(tmp_path, **ONE_NODE)
     found = warning.problem([all_cpus(**ONE_NODE)] * 7, tmp_path)
-    assert found is not None
     assert found.startswith("ranks 0, 1, 2, 3, 4, 5, 6 of this host share 6 core(s)")
     assert "start at most 6 ranks" in found
 

@@ -3,10 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.programs import python
 
 from pipekernels.binding import bound
 from pipekernels.binding.run import run
@@ -14,17 +14,17 @@ from pipekernels.binding.topology import read_topology
 
 PROGRAM = """
 import json, os, sys
-print(json.dumps([os.environ["RANK"], os.environ["WORLD_SIZE"], sorted(os.sched_getaffinity(0)),
-                  os.environ["OMP_NUM_THREADS"], sys.argv[1:], sys.path[0]]))
+row = [os.environ["RANK"], os.environ["WORLD_SIZE"], sorted(os.sched_getaffinity(0)),
+       os.environ["OMP_NUM_THREADS"], sys.argv[1:], sys.path[0]]
+print(json.dumps(row) + "\\n", end="")  # In one write: ranks share the pipe.
 """
 
 
-def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def start(
+    *arguments: str, code: int | None = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
     known = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return subprocess.run(
-        [sys.executable, "-m", "pipekernels", "run", *arguments],
-        env=known | environment, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    return python("-m", "pipekernels", "run", *arguments, code=code, env=known | environment)
 
 
 @pytest.mark.processes
@@ -33,7 +33,6 @@ def test_ranks_are_bound_to_cores_of_their_own(tmp_path: Path) -> None:
     ranks = min(2, len(topology.cores))
     (tmp_path / "program.py").write_text(PROGRAM)
     done = start("--nproc-per-node", str(ranks), str(tmp_path / "program.py"), "--lr", "-1")
-    assert done.returncode == 0, done.stderr
     rows = sorted(map(json.loads, done.stdout.splitlines()))
     assert [row[0] for row in rows] == [str(rank) for rank in range(ranks)]
     cpus = [cpu for row in rows for cpu in row[2]]
@@ -47,17 +46,15 @@ def test_ranks_are_bound_to_cores_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_module_runs_with_the_threads_that_the_user_asks_for(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = start(
-        "--nproc-per-node=1", "--module", "program", PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="7"
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "7"}
+    done = start("--nproc-per-node=1", "--module", "program", **environment)
     assert json.loads(done.stdout)[3] == "7"
 
 
 @pytest.mark.processes
 def test_a_program_that_fails_fails_the_command(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("raise SystemExit(3)")
-    done = start("--nproc-per-node=1", str(tmp_path / "program.py"))
+    done = start("--nproc-per-node=1", str(tmp_path / "program.py"), code=None)
     assert done.returncode != 0 and "program.py" in done.stderr
 
 
@@ -87,17 +84,11 @@ def test_memory_of_the_only_node_can_be_preferred() -> None:
         "from pipekernels.binding.bound import prefer_memory_of as prefer;"
         "import json; print(json.dumps([prefer([0]), prefer([0, 0]), prefer([900])]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
-    )
-    one, several, absent = json.loads(done.stdout)
+    one, several, absent = json.loads(python("-c", code).stdout)
     assert one == several and absent is not None
 
 
 @pytest.mark.processes
 def test_what_binds_imports_neither_torch_nor_the_package() -> None:
     code = f"import runpy, sys; runpy.run_path({bound.__file__!r}); print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
-    )
-    assert done.stdout == "False\n"
+    assert python("-c", code).stdout == "False\n"

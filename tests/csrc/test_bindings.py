@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from support.bad_calls import GROUPS
 from support.levels import in_gate
+from support.programs import python
 from support.random_calls import KINDS
 
 pytestmark = pytest.mark.processes
@@ -21,14 +20,7 @@ TESTS = Path(__file__).parents[1]
 def last_line_of(module: str, argument: str) -> Any:
     """Run ``python -m support.MODULE ARGUMENT``; returns its last line, decoded from JSON."""
     environment = os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
-    done = subprocess.run(
-        [sys.executable, "-m", f"support.{module}", argument],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env=environment,
-    )
+    done = python("-m", f"support.{module}", argument, code=None, env=environment)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, f"{done.returncode} in {lines[-1:]}: {done.stderr[-2000:]}"
     return json.loads(lines[-1])

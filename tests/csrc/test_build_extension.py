@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.programs import python, run
 
 pytestmark = pytest.mark.native
 
@@ -22,7 +23,6 @@ SCRIPT = ROOT / "csrc" / "cmake" / "build_extension.py"
 def script() -> ModuleType:
     pytest.importorskip("pybind11")
     spec = importlib.util.spec_from_file_location("build_extension", SCRIPT)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -40,11 +40,9 @@ def configure(
     script: ModuleType, folder: Path, *options: str, environment: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
     """Run CMake in ``folder``, as for the code without Python."""
-    return subprocess.run(
-        [script.find_tool("cmake"), "-S", ROOT / "csrc", "-B", folder, "-G", "Ninja",
-         f"-DCMAKE_MAKE_PROGRAM={script.find_tool('ninja')}", "-DPIPEKERNELS_PYTHON=OFF", *options],
-        check=False, capture_output=True, text=True, env=environment,
-    )  # fmt: skip
+    command = [script.find_tool("cmake"), "-S", ROOT / "csrc", "-B", folder, "-G", "Ninja"]
+    ninja = f"-DCMAKE_MAKE_PROGRAM={script.find_tool('ninja')}"
+    return run(*command, ninja, "-DPIPEKERNELS_PYTHON=OFF", *options, code=None, env=environment)
 
 
 def test_the_order_in_which_tools_are_searched(
@@ -95,8 +93,6 @@ def test_other_systems_than_linux_are_refused(script: ModuleType, tmp_path: Path
     assert configured.returncode != 0
     assert "pipekernels needs Linux" in configured.stderr
 
-
-# ---- what is built -----------------------------------------------------------------------------
 
 CPUS_ONLY = "no GPU is visible: building for CPUs only; PIPEKERNELS_CUDA=1 builds the CUDA part"
 UNSET = ("CUDAARCHS", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH", "CUDAHOSTCXX", "CXX")
@@ -165,9 +161,6 @@ def test_a_compiler_cache_is_used_unless_there_is_a_launcher(
     assert f"{ccache} " not in commands("launched", "-DCMAKE_CXX_COMPILER_LAUNCHER=env")
 
 
-# ---- builds that fail --------------------------------------------------------------------------
-
-
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of what an installation reads."""
@@ -184,11 +177,8 @@ def last_line(tree: Path, *command: str, **environment: str) -> str:
     pytest.importorskip("pybind11")
     pytest.importorskip("setuptools")
     inherited = {name: value for name, value in os.environ.items() if name not in UNSET}
-    done = subprocess.run(
-        [sys.executable, *command], check=False, capture_output=True, text=True, cwd=tree,
-        env=inherited | {"MAX_JOBS": "1"} | environment,
-    )  # fmt: skip
-    assert done.returncode == 1
+    environment = inherited | {"MAX_JOBS": "1"} | environment
+    done = python(*command, code=1, timeout=None, cwd=tree, env=environment)
     assert "Traceback" not in done.stderr
     line = done.stderr.splitlines()[-1]
     assert line.startswith("pipekernels: the build has failed, the errors are above")
@@ -236,10 +226,7 @@ def test_a_toolkit_that_cannot_compile_is_named_last(
 
 def test_a_source_distribution_has_all_files_for_builds_and_contributors(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
-    subprocess.run(
-        [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path],
-        cwd=ROOT, check=True, capture_output=True,
-    )  # fmt: skip
+    python("setup.py", "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path, cwd=ROOT)
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
@@ -250,8 +237,7 @@ def test_a_source_distribution_has_all_files_for_builds_and_contributors(tmp_pat
     assert pages | {".ci/run", "docs/index.md", "tests/conftest.py", "bench/harness.py"} <= names
     unwanted = ("build/", ".venv")
     assert not [name for name in names if name.startswith(unwanted) or name.endswith(".pyc")]
-    git = ["git", "-C", ROOT, "ls-files", "-z", "--cached"]
-    listed = subprocess.run(git, check=False, capture_output=True, text=True)
+    listed = run("git", "-C", ROOT, "ls-files", "-z", "--cached", code=None)
     if (ROOT / ".git").exists() and listed.returncode == 0:
         tracked = {name for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
         assert tracked - names == {".gitignore"}

@@ -58,11 +58,30 @@ def pushes(kernel: Emitted) -> bool:
     return re.search(r"one_shot_kernel.*OrderE0E", kernel.name) is not None
 
 
-def test_collectives_load_no_data_through_the_non_coherent_cache(
-    collectives: list[Emitted],
-) -> None:
-    assert not broken(collectives, lambda kernel: rules.non_coherent_loads(kernel.sass))
-    assert not broken(collectives, lambda kernel: rules.non_coherent_loads_of_ptx(kernel.ptx))
+RULES: dict[str, Callable[[Emitted], object]] = {
+    "non-coherent loads": lambda kernel: rules.non_coherent_loads(kernel.sass),
+    "non-coherent loads of PTX": lambda kernel: rules.non_coherent_loads_of_ptx(kernel.ptx),
+    "accesses": lambda kernel: set(rules.ordered_accesses(kernel.ptx)) - ORDERED,
+    "stores": lambda kernel: rules.unfenced_stores(kernel.sass),
+    "exchanges": lambda kernel: rules.unfenced_exchanges(kernel.sass),
+    "polls": lambda kernel: rules.polls_without_acquire(kernel.ptx),
+    "invalidations": lambda kernel: rules.lost_invalidations(kernel.sass, kernel.ptx),
+    "local memory": lambda kernel: rules.local_memory(kernel.sass),
+    "budget": lambda kernel: beyond_budget(kernel.sass),
+    "divisions": lambda kernel: rules.divisions(kernel.sass),
+    "stack": lambda kernel: kernel.stack_bytes,
+}
+OF_COLLECTIVES = ["non-coherent loads", "non-coherent loads of PTX", "exchanges", "polls"]
+
+
+@pytest.mark.parametrize("rule", [*OF_COLLECTIVES, "invalidations"])
+def test_collectives_break_no_rule(collectives: list[Emitted], rule: str) -> None:
+    assert not broken(collectives, RULES[rule])
+
+
+@pytest.mark.parametrize("rule", ["stack", "local memory"])
+def test_no_kernel_keeps_data_in_local_memory(kernels: list[Emitted], rule: str) -> None:
+    assert not broken(kernels, RULES[rule])
 
 
 def test_collectives_order_accesses_by_those_of_the_team_only(collectives: list[Emitted]) -> None:
@@ -76,22 +95,8 @@ def test_collectives_order_accesses_by_those_of_the_team_only(collectives: list[
 def test_a_fence_of_system_scope_comes_before_every_release(collectives: list[Emitted]) -> None:
     others = [kernel for kernel in collectives if not pushes(kernel)]
     pushing = [kernel for kernel in collectives if pushes(kernel)]
-    assert not broken(others, lambda kernel: rules.unfenced_stores(kernel.sass))
+    assert not broken(others, RULES["stores"])
     assert not broken(pushing, lambda kernel: rules.lost_fences(kernel.sass, kernel.ptx))
-    assert not broken(collectives, lambda kernel: rules.unfenced_exchanges(kernel.sass))
-
-
-def test_every_acquire_invalidates_the_cache(collectives: list[Emitted]) -> None:
-    assert not broken(collectives, lambda kernel: rules.lost_invalidations(kernel.sass, kernel.ptx))
-
-
-def test_every_successful_poll_is_followed_by_an_acquire(collectives: list[Emitted]) -> None:
-    assert not broken(collectives, lambda kernel: rules.polls_without_acquire(kernel.ptx))
-
-
-def test_no_kernel_keeps_data_in_local_memory(kernels: list[Emitted]) -> None:
-    assert not broken(kernels, lambda kernel: kernel.stack_bytes)
-    assert not broken(kernels, lambda kernel: rules.local_memory(kernel.sass))
 
 
 # The most instructions per unit in the loops of copies, from the cheapest loop to the dearest. A
@@ -135,11 +140,8 @@ def beyond_budget(kernel: Kernel) -> list[str]:
 
 def test_copies_of_micro_batches_keep_their_budget(kernels: list[Emitted]) -> None:
     """Narrow units are bound by instructions. Copies that cast are another kernel (bool true)."""
-    copies = [
-        kernel
-        for kernel in kernels
-        if re.search("copy_micro_batches_kernelILi\\d+ELb0E", kernel.name)
-    ]
+    name = re.compile(r"copy_micro_batches_kernelILi\d+ELb0E")
+    copies = [kernel for kernel in kernels if name.search(kernel.name)]
     assert len(copies) == 2  # for few copies, and for many
     for kernel in copies:
         assert rules.costs_of_copies(kernel.sass).keys() == budgets().keys()
@@ -150,9 +152,6 @@ def test_copies_of_micro_batches_keep_their_budget(kernels: list[Emitted]) -> No
         assert kernel.registers <= REGISTERS
 
 
-# ---- the rules find what breaks them -----------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Emitted]]:
     """The kernels of wrong.cu, by name."""
@@ -161,6 +160,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Emitted]]:
     build.run(
         build.compiler(), "-std=c++17", "-O3", "-c", WRONG, "-o", folder / "wrong.cu.o",
         *(f"-gencode=arch=compute_{n},code=[compute_{n},sm_{n}]" for n in generations),
+        timeout=None,
     )  # fmt: skip
     found: dict[str, list[Emitted]] = {}
     for kernel in build.read([folder / "wrong.cu.o"], folder):
@@ -169,19 +169,6 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Emitted]]:
     return found
 
 
-RULES: dict[str, Callable[[Emitted], object]] = {
-    "non-coherent loads": lambda kernel: rules.non_coherent_loads(kernel.sass),
-    "non-coherent loads of PTX": lambda kernel: rules.non_coherent_loads_of_ptx(kernel.ptx),
-    "accesses": lambda kernel: set(rules.ordered_accesses(kernel.ptx)) - ORDERED,
-    "stores": lambda kernel: rules.unfenced_stores(kernel.sass),
-    "exchanges": lambda kernel: rules.unfenced_exchanges(kernel.sass),
-    "polls": lambda kernel: rules.polls_without_acquire(kernel.ptx),
-    "invalidations": lambda kernel: rules.lost_invalidations(kernel.sass, kernel.ptx),
-    "local memory": lambda kernel: rules.local_memory(kernel.sass),
-    "budget": lambda kernel: beyond_budget(kernel.sass),
-    "divisions": lambda kernel: rules.divisions(kernel.sass),
-    "stack": lambda kernel: kernel.stack_bytes,
-}
 BREAKS = {
     "right": set(),
     "non_coherent": {"non-coherent loads", "non-coherent loads of PTX"},

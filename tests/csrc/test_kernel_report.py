@@ -1,11 +1,11 @@
 """The report on CUDA kernels: their resources, and the time that compilers take."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.programs import python
 
 pytestmark = pytest.mark.native
 
@@ -29,11 +29,7 @@ def test_memory_per_thread_and_missing_architectures_are_failures(
 ) -> None:
     log = tmp_path / "log.txt"
     log.write_text(LOG.format(stack=stack, spills=spills))
-    done = subprocess.run(
-        [sys.executable, SCRIPT, log, "--require", architecture],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
+    done = python(SCRIPT, log, "--require", architecture, code=code)
     row = done.stdout.splitlines()[1].split()
     assert row == ["kernel", "sm_90", "40", "512", str(spills), str(stack)]
 
@@ -42,9 +38,7 @@ def report(log: Path, *lines: str) -> tuple[int, str]:
     """The exit code and what is printed for a log with one sound kernel."""
     kernel = LOG.format(stack=0, spills=0).partition("\n")[2]
     log.write_text(kernel + "".join(f"{line}\n" for line in lines))
-    done = subprocess.run(
-        [sys.executable, SCRIPT, log], check=False, capture_output=True, text=True
-    )
+    done = python(SCRIPT, log, code=None)
     return done.returncode, done.stdout
 
 
@@ -89,12 +83,9 @@ def test_the_launcher_counts_processor_time_of_compilers(
     (tmp_path / "compiler.py").write_text(BUSY)
     (tmp_path / "cache.sh").write_text('"$@"\nexit $?\n')
     flags = [f"--generate-code=arch=compute_{n},code=[compute_{n},sm_{n}]" for n in architectures]
-    done = subprocess.run(
-        [sys.executable, LAUNCHER, "sh", "cache.sh", sys.executable, "compiler.py", *flags,
-         "-c", "/csrc/cuda/file.cu", "-o", "file.cu.o"],
-        check=False, capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 3
+    compiler = ["sh", "cache.sh", sys.executable, "compiler.py", *flags]
+    files = ["-c", "/csrc/cuda/file.cu", "-o", "file.cu.o"]
+    done = python(LAUNCHER, *compiler, *files, code=3, cwd=tmp_path)
     seconds = re.fullmatch(
         rf"/csrc/cuda/file.cu took ([\d.]+) CPU-seconds for {max(1, len(flags))} architectures\n",
         done.stderr,

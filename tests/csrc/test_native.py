@@ -3,15 +3,16 @@
 They run when csrc differs from what has last passed in this checkout.
 """
 
+import functools
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.programs import run
 
 pytestmark = pytest.mark.native
 
@@ -40,25 +41,15 @@ def build(
     }
     definitions = [f"-D{name}={value}" for name, value in options.items()]
     environment = os.environ | ({"CXX": compiler} if compiler else {})
-    jobs = str(len(os.sched_getaffinity(0)))
-    run(
-        [tool("cmake"), "-G", "Ninja", "-S", ROOT / "csrc", "-B", folder, *definitions],
-        env=environment,
-    )
-    run([tool("cmake"), "--build", folder, "-j", jobs, "--target", *targets])
-
-
-def run(command: list[str | Path], env: Mapping[str, str] | None = None) -> None:
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    jobs, source = str(len(os.sched_getaffinity(0))), ROOT / "csrc"
+    cmake = functools.partial(run, tool("cmake"), timeout=None)
+    cmake("-G", "Ninja", "-S", source, "-B", folder, *definitions, env=environment)
+    cmake("--build", folder, "-j", jobs, "--target", *targets)
 
 
 def state_of_csrc() -> str:
     """A hash of the sources and the compiler."""
-    version = subprocess.run(
-        [os.environ.get("CXX", "c++"), "--version"], check=True, capture_output=True
-    ).stdout
-    digest = hashlib.sha256(version)
+    digest = hashlib.sha256(run(os.environ.get("CXX", "c++"), "--version").stdout.encode())
     for path in sorted((ROOT / "csrc").rglob("*")):
         if path.suffix in (".cpp", ".h", ".cu", ".cuh", ".txt", ".cmake"):
             digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
@@ -82,7 +73,8 @@ def test_cpp_tests_under(sanitizers: str, selected: list[str]) -> None:
     if passed.exists() and passed.read_text() == state:
         return
     build(folder, PIPEKERNELS_SANITIZE=sanitizers)
-    run([tool("ctest"), "--test-dir", folder, "--output-on-failure", "-j2", *selected])
+    options = ["--output-on-failure", "-j2", *selected]
+    run(tool("ctest"), "--test-dir", folder, *options, timeout=None)
     passed.write_text(state)
 
 
@@ -95,7 +87,7 @@ def test_code_for_other_processors_than_x86() -> None:
     build(folder, targets=targets, PIPEKERNELS_PORTABLE="ON", CMAKE_BUILD_TYPE="Debug")
     for target in targets:
         assert b"_avx2" not in (folder / target).read_bytes()  # In the names of functions.
-        run([folder / target])
+        run(folder / target, timeout=None)
 
 
 @pytest.mark.full
