@@ -1,12 +1,15 @@
 """The benchmarks' harness: ranks, turns, measurements, and checks of values."""
 
+import contextlib
 import itertools
 import os
 import re
 import signal
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +23,6 @@ from bench.peers.systems import STORAGE, Candidate
 
 pytestmark = pytest.mark.project
 
-# ---- one rank ----
-
 
 class FakeSystem:
     """Sums all ranks' tensors, except the last ``missing`` elements."""
@@ -29,10 +30,8 @@ class FakeSystem:
     version = "1"
 
     def __init__(self, rank: int, ranks: int, missing: int = 0, name: str = "fake") -> None:
-        self.rank = rank
-        self._ranks = ranks
-        self._missing = missing
-        self._name = name
+        self.rank, self._ranks = rank, ranks
+        self._missing, self._name = missing, name
 
     def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:
         buffer = np.empty(count, STORAGE[dtype])
@@ -53,6 +52,11 @@ def start_file(folder: Path, ranks: int) -> Path:
     return path
 
 
+def lone_rank(folder: Path, ranks: int = 3, **system: Any) -> Rank:
+    """One that sums the tensors of ``ranks`` ranks, and starts alone."""
+    return Rank(FakeSystem(0, ranks, **system), ranks, Start(start_file(folder, 1), 0, 1))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -69,16 +73,15 @@ def test_the_expected_sum_equals_the_sum_of_the_contents(dtype: str, ranks: int)
 
 @pytest.mark.full
 def test_wrong_elements_are_counted(tmp_path: Path) -> None:
-    start = Start(start_file(tmp_path, 1), 0, 1)
     for missing in (0, 7):
-        rank = Rank(FakeSystem(0, 3, missing), 3, start)
+        rank = lone_rank(tmp_path, missing=missing)
         assert rank.prepare(4000, "float32") == ["fake"]
         assert rank.check("fake") == missing
 
 
 @pytest.mark.full
 def test_every_measurement_gives_one_time_per_call(tmp_path: Path) -> None:
-    rank = Rank(FakeSystem(0, 1), 1, Start(start_file(tmp_path, 1), 0, 1))
+    rank = lone_rank(tmp_path, 1)
     rank.prepare(1024, "float32")
     aligned, crowded = rank.measure("fake", 2, 5), rank.measure("fake", 0, 6, together=False)
     assert (len(aligned), len(crowded)) == (5, 6)
@@ -88,26 +91,19 @@ def test_every_measurement_gives_one_time_per_call(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_ranks_start_together_after_the_last_has_come(tmp_path: Path) -> None:
     path = start_file(tmp_path, 3)
-    begins: list[list[int]] = [[] for _ in range(3)]
     turns: list[int] = []
-    lock = threading.Lock()
 
-    def run(rank: int) -> None:
-        start = Start(path, rank, 3)
+    def run(rank: int) -> list[int]:
+        start, begins = Start(path, rank, 3), []
         for turn in range(4):
-            with lock:
-                turns.append(turn)
-            begins[rank].append(start.together())
-            with lock:
-                assert turns.count(turn) == 3
+            turns.append(turn)
+            begins.append(start.together())
+            assert turns.count(turn) == 3
+        return begins
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert begins[0] == begins[1] == begins[2]
-    assert begins[0] == sorted(set(begins[0])) and len(begins[0]) == 4
+    with ThreadPoolExecutor(3) as ranks:
+        first, second, third = ranks.map(run, range(3))
+    assert first == second == third == sorted(set(first)) and len(first) == 4
 
 
 class LocalGroup:
@@ -122,8 +118,7 @@ class LocalGroup:
 
 @pytest.mark.full
 def test_rows_have_size_dtype_bandwidth_and_wrong_elements(tmp_path: Path) -> None:
-    rank = Rank(FakeSystem(0, 3, missing=2), 3, Start(start_file(tmp_path, 1), 0, 1))
-    session: Any = {"fake": (LocalGroup(rank), "1.0")}
+    session: Any = {"fake": (LocalGroup(lone_rank(tmp_path, missing=2)), "1.0")}
     cases = ["float32, 1024 bytes", "float32, 4096 bytes", "bfloat16, 1024 bytes"]
     measured = collectives.by_size(session, {case: ["fake"] for case in cases}, quick=True)
     rows = [row for case in measured for row in case.rows]
@@ -148,8 +143,7 @@ def test_visits_to_a_size_are_spread_over_the_run(
     monkeypatch.setattr(
         collectives, "slowest", lambda answers: [float(next(seconds)) for _ in answers[0]]
     )
-    rank = Rank(FakeSystem(0, 3, missing=2), 3, Start(start_file(tmp_path, 1), 0, 1))
-    session: Any = {"fake": (LocalGroup(rank), "1.0")}
+    session: Any = {"fake": (LocalGroup(lone_rank(tmp_path, missing=2)), "1.0")}
     cases = ["float32, 1024 bytes", "float32, 4096 bytes"]
     measured = collectives.by_size(session, {case: ["fake"] for case in cases}, quick=False)
     small, large = (row for case in measured for row in case.rows)
@@ -161,27 +155,19 @@ def test_visits_to_a_size_are_spread_over_the_run(
 
 @pytest.mark.full
 def test_crowded_ranks_make_as_many_calls_as_asked_for(tmp_path: Path) -> None:
-    system = FakeSystem(0, 3, missing=2, name="ordinary")
-    session: Any = {
-        "fake": (LocalGroup(Rank(system, 3, Start(start_file(tmp_path, 1), 0, 1))), "1.0")
-    }
+    rank = lone_rank(tmp_path, missing=2, name="ordinary")
+    session: Any = {"fake": (LocalGroup(rank), "1.0")}
     (row,) = collectives.crowded(session, quick=True).rows
     assert (row["candidate"], row["calls"], row["wrong"]) == ("ordinary", 100, 4)
     assert row["median"] <= row["p99"]
 
 
-# ---- groups of ranks ----
-
-
 @pytest.fixture
 def streaming(tmp_path: Path) -> Iterator[groups.Group]:
     """A group of two ranks; this system needs only NumPy."""
-    group = groups.Group("streaming", 2, tmp_path)
-    try:
+    with contextlib.closing(groups.Group("streaming", 2, tmp_path)) as group:
         assert group.wait_until_ready() == np.__version__
         yield group
-    finally:
-        group.close()
 
 
 @pytest.mark.full
@@ -207,13 +193,10 @@ def test_closing_ends_all_ranks_even_a_stopped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(groups, "PATIENCE", 0.5)
-    group = groups.Group("streaming", 2, tmp_path)
-    try:
+    with contextlib.closing(groups.Group("streaming", 2, tmp_path)) as group:
         group.wait_until_ready()
         pids = [answer["pid"] for answer in group.call("describe")]
         os.kill(pids[1], signal.SIGSTOP)
-    finally:
-        group.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -257,11 +240,8 @@ class FailingGroup(LocalGroup):
 def test_a_peer_that_fails_is_left_out_and_the_others_are_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def rank(name: str) -> Rank:
-        start = Start(start_file(tmp_path, 1), 0, 1)
-        return Rank(FakeSystem(0, 3, name=name), 3, start)
-
-    ours, peer = LocalGroup(rank("ordinary")), FailingGroup(rank("MPICH"), "MPICH", "measure")
+    ours = LocalGroup(lone_rank(tmp_path, name="ordinary"))
+    peer = FailingGroup(lone_rank(tmp_path, name="MPICH"), "MPICH", "measure")
     session: Any = {"pipekernels": (ours, "1.0"), "MPICH": (peer, "5.0")}
     cases = ["float32, 1024 bytes", "bfloat16, 1024 bytes"]
     plan = {case: ["ordinary", "MPICH"] for case in cases}
@@ -276,8 +256,7 @@ def test_a_peer_that_fails_is_left_out_and_the_others_are_measured(
 
 @pytest.mark.full
 def test_a_failure_of_pipekernels_is_an_error(tmp_path: Path) -> None:
-    system = FakeSystem(0, 3, name="ordinary")
-    rank = Rank(system, 3, Start(start_file(tmp_path, 1), 0, 1))
+    rank = lone_rank(tmp_path, name="ordinary")
     session: Any = {"pipekernels": (FailingGroup(rank, "pipekernels", "check"), "1.0")}
     with pytest.raises(groups.GroupError, match="pipekernels: a rank has died or hangs"):
         collectives.by_size(session, {"float32, 1024 bytes": ["ordinary"]}, quick=True)
@@ -295,16 +274,11 @@ def test_a_session_without_pipekernels_is_an_error(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.full
 def test_a_system_that_is_busy_while_it_waits_is_detected() -> None:
-    class Fake:
-        ranks = 2
+    def fake(seconds: float) -> Any:
+        used = itertools.count(5.0, seconds)
+        return SimpleNamespace(ranks=2, cpu_seconds=lambda: next(used))
 
-        def __init__(self, seconds: float) -> None:
-            self._seconds = itertools.count(5.0, seconds)
-
-        def cpu_seconds(self) -> float:
-            return next(self._seconds)
-
-    fakes: dict[str, Any] = {"idle": Fake(0.0), "spinning": Fake(2.0), "ticking": Fake(0.01)}
+    fakes = {"idle": fake(0.0), "spinning": fake(2.0), "ticking": fake(0.01)}
     assert groups.busy_while_idle(fakes) == ["spinning"]
 
 
@@ -318,21 +292,15 @@ def test_pipekernels_and_gloo_sum_correctly_in_both_dtypes() -> None:
             assert set(collectives.check(calls).values()) == {0}
 
 
-# ---- measurements and tables ----
-
-
 def test_candidates_alternate_and_may_give_several_samples() -> None:
     order: list[str] = []
 
-    def several() -> list[float]:
-        order.append("several")
-        return [1.0, 2.0]
+    def turn(name: str, found: Any) -> Any:
+        order.append(name)
+        return found
 
-    def one() -> float:
-        order.append("one")
-        return 3.0
-
-    samples = harness.alternate({"several": several, "one": one}, warmup=1, rounds=2)
+    turns = {"several": partial(turn, "several", [1.0, 2.0]), "one": partial(turn, "one", 3.0)}
+    samples = harness.alternate(turns, warmup=1, rounds=2)
     assert samples == {"several": [1.0, 2.0] * 2, "one": [3.0] * 2}
     assert order == ["several", "one", "one", "several", "several", "one"]
 
@@ -361,23 +329,17 @@ def fail(rank: int, port: int, serve: Any) -> None:
 
 @pytest.mark.full
 def test_a_turn_of_processes_takes_as_long_as_the_slowest() -> None:
-    pair = processes.Processes(2, answer_at_once, [1.0, 3.0])
-    try:
+    with contextlib.closing(processes.Processes(2, answer_at_once, [1.0, 3.0])) as pair:
         assert [pair(), pair()] == [3.0, 3.0]
-    finally:
-        pair.close()
 
 
 @pytest.mark.full
 def test_a_process_that_ends_is_an_error_that_names_its_work(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    one = processes.Processes(1, fail)
-    try:
-        with pytest.raises(RuntimeError, match="a process of fail has ended"):
-            one()
-    finally:
-        one.close()
+    closing, message = contextlib.closing(processes.Processes(1, fail)), "of fail has ended"
+    with closing as one, pytest.raises(RuntimeError, match=f"a process {message}"):
+        one()
     assert "no such library" in capfd.readouterr().err
 
 

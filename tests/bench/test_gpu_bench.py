@@ -85,41 +85,28 @@ def test_rows_that_only_a_gpu_gives_are_on_the_page() -> None:
         {"case": "c", "error": "RuntimeError: no room"},
     ]
     page = rendered("gpu.sharded_gemm", rows)
-    for text in (
-        "| case; in brackets cublas / it | triton | cublas |",
-        "| a | 200 us (1.50) | 300 us (1.00) |",
-        "| b | 300 us (1.00) | 200 us (1.50) |",
-        "Tuned: 70 shapes.",
-        "* c: RuntimeError: no room",
-    ):
-        assert text in page
+    assert "| case; in brackets cublas / it | triton | cublas |" in page
+    assert "| a | 200 us (1.50) | 300 us (1.00) |" in page
+    assert "| b | 300 us (1.00) | 200 us (1.50) |" in page
+    assert "Tuned: 70 shapes." in page and "* c: RuntimeError: no room" in page
     line = tables.table(rows[1:2], [], "triton", columns=("TFLOP/s",)).splitlines()[-1]
     assert line == "| a | triton | 200 us | 200 us to 200 us | 1.00 | 606 |"
 
 
-class FakeStreams:
-    """Streams and events of a device that runs kernels at the same time only if ``at_once``."""
-
-    def __init__(self, at_once: bool) -> None:
-        self.at_once = at_once
-
-    def module(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            Event=lambda: SimpleNamespace(
-                record=lambda: None, synchronize=lambda: None, query=lambda: not self.at_once
-            ),
-            Stream=lambda device: None,
-            stream=contextlib.nullcontext,
-            synchronize=lambda device: None,
-            _sleep=lambda cycles: None,
-        )
+def do_nothing(*_: Any) -> None:
+    pass
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_checker_that_runs_one_kernel_at_a_time_is_detected(
     at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sanitized.torch, "cuda", FakeStreams(at_once).module())
+    event = SimpleNamespace(record=do_nothing, synchronize=do_nothing, query=lambda: not at_once)
+    streams = SimpleNamespace(
+        Event=lambda: event, Stream=do_nothing, stream=contextlib.nullcontext,
+        synchronize=do_nothing, _sleep=do_nothing,
+    )  # fmt: skip
+    monkeypatch.setattr(sanitized.torch, "cuda", streams)
     assert sanitized.side_by_side(torch.device("cuda")) == at_once
 
 
@@ -135,37 +122,24 @@ def test_a_step_names_what_a_checker_leaves_out(
     assert outcome.good and outcome.note.startswith("kernels run one at a time here")
 
 
-class FakeGpu:
-    """A device that must sleep ``needed`` cycles for all launches to be queued in the meantime."""
-
-    def __init__(self, needed: int) -> None:
-        self.slept: list[int] = []
-        self._needed = needed
-
-    def event(self, *, enable_timing: bool) -> SimpleNamespace:
-        return SimpleNamespace(
-            record=lambda: None,
-            query=lambda: self.slept[-1] < self._needed,
-            synchronize=lambda: None,
-            elapsed_time=lambda end: 6.0,
-        )
-
-    def module(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            Event=self.event, _sleep=self.slept.append, synchronize=lambda device: None
-        )
-
-
 @pytest.mark.parametrize(("needed", "tries"), [(1, 1), (timing.HEAD_START * 4, 2)])
 def test_device_time_is_measured_again_until_launches_were_ahead(
     needed: int, tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = FakeGpu(needed)
-    monkeypatch.setattr(timing.torch, "cuda", fake.module())
+    """The device must sleep ``needed`` cycles for all launches to be queued in the meantime."""
+    slept: list[int] = []
+    event = SimpleNamespace(
+        record=do_nothing, synchronize=do_nothing, query=lambda: slept[-1] < needed,
+        elapsed_time=lambda end: 6.0,
+    )  # fmt: skip
+    gpu = SimpleNamespace(
+        Event=lambda enable_timing: event, _sleep=slept.append, synchronize=do_nothing
+    )
+    monkeypatch.setattr(timing.torch, "cuda", gpu)
     calls: list[int] = []
     seconds = timing.device_seconds(lambda: calls.append(1), torch.device("cuda"), 3)
     assert seconds == pytest.approx(2e-3)
-    assert len(calls) == 3 * tries and len(fake.slept) == tries
+    assert len(calls) == 3 * tries and len(slept) == tries
 
 
 @pytest.mark.parametrize(("needed", "tries", "late"), [(0, 1, 0), (1, 2, 0), (9, 3, 1)])

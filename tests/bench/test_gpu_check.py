@@ -3,15 +3,15 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.programs import python as run_python
 
 from bench import registry
 from bench.gpu import check
@@ -27,9 +27,6 @@ def in_seconds(seconds: float) -> float:
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
-
-
-# ---- steps ----
 
 
 @pytest.mark.parametrize(
@@ -91,8 +88,6 @@ def test_a_process_that_the_driver_holds_ends_the_use_of_the_gpu(
         os.kill(pid, signal.SIGKILL)
 
 
-# ---- tests in processes ----
-
 TESTS = """
 import os, time, pytest, torch
 
@@ -146,21 +141,19 @@ def test_a_test_that_breaks_its_process_does_not_affect_others(tests: str) -> No
     assert "an illegal access" in found.output
 
 
+PASSED, SKIPPED = "[gw1] [  1%] PASSED tests/a.py::t\n", "tests/a.py::t[1] SKIPPED (no) [ 9%]\n"
+
+
 @pytest.mark.parametrize(
     ("status", "output", "must_run", "found"),
     [
-        ("passed", "[gw3] [ 50%] PASSED tests/a.py::t\n", True, ("passed", "1 passed")),
-        ("passed", "tests/a.py::t[1] SKIPPED (no) [ 9%]\n", True, ("failed", "1 skipped")),
-        ("passed", "tests/a.py::t[1] SKIPPED (no) [ 9%]\n", False, ("skipped", "1 skipped")),
+        ("passed", PASSED, True, ("passed", "1 passed")),
+        ("passed", SKIPPED, True, ("failed", "1 skipped")),
+        ("passed", SKIPPED, False, ("skipped", "1 skipped")),
+        ("timed out", PASSED, True, ("not run", "1 passed; no time was left for the others")),
         (
             "timed out",
-            "[gw1] [  1%] PASSED tests/a.py::t\n",
-            True,
-            ("not run", "1 passed; no time was left for the others"),
-        ),
-        (
-            "timed out",
-            "[gw1] [  1%] PASSED tests/a.py::t\n[gw0] [  2%] FAILED tests/b.py::u\n",
+            f"{PASSED}[gw0] [  2%] FAILED tests/b.py::u\n",
             True,
             ("timed out", "1 failed, 1 passed; tests/b.py::u"),
         ),
@@ -176,15 +169,9 @@ def test_a_run_of_pytest_has_the_outcomes_of_its_tests(
 
 def test_smoke_names_tests_that_there_are() -> None:
     tests = [test.replace("{device}", "cuda") for test in check.SMOKE.values()]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only"]
-    found = subprocess.run(
-        [*command, *tests], cwd=check.ROOT, capture_output=True, text=True, timeout=110, check=False
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
+    options = ["-q", "-p", "no:cacheprovider", "--collect-only"]
+    run_python("-m", "pytest", *options, *tests, cwd=check.ROOT)
     assert {*check.FIRST} <= {*check.cuda_files()}
-
-
-# ---- the whole ----
 
 
 class Calls:
@@ -204,24 +191,26 @@ class Calls:
         return Outcome(name, status, 1.0, output="[gw0] [  9%] PASSED tests/a.py::t")
 
 
-def run_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *failing: str, built: bool = False
-) -> tuple[bool, Calls, dict[str, str]]:
-    """Whether it succeeds, its calls, and the status of each step."""
-    calls = Calls({*failing})
+@pytest.fixture
+def check_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs the check with steps that fail: whether it succeeds, its calls, each step's status."""
     monkeypatch.setattr(check, "ROOT", tmp_path)
     (tmp_path / "build").mkdir()
-    monkeypatch.setattr(check, "run_step", calls)
     monkeypatch.setattr(check, "_sanitizer", lambda: "compute-sanitizer")
-    run = check.Check(tmp_path, "90", 132)
-    good = run.run(built=built)
-    return good, calls, {each.name: each.status for each in [*run.outcomes, *run.sanitized]}
+
+    def run(*failing: str, built: bool = False) -> tuple[bool, Calls, dict[str, str]]:
+        calls, made = Calls({*failing}), check.Check(tmp_path, "90", 132)
+        monkeypatch.setattr(check, "run_step", calls)
+        good = made.run(built=built)
+        return good, calls, {each.name: each.status for each in [*made.outcomes, *made.sanitized]}
+
+    return run
 
 
 def test_all_steps_are_run_for_the_gpu_at_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    check_with: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good, calls, outcomes = run_check(tmp_path, monkeypatch)
+    good, calls, outcomes = check_with()
     assert good and set(outcomes.values()) == {"passed"}
     assert set(check.SHARES) - {"sanitizers"} <= set(outcomes) and set(GPU) <= set(calls.commands)
     assert calls.environments["build"]["CUDAARCHS"] == "90"
@@ -246,33 +235,27 @@ def test_all_steps_are_run_for_the_gpu_at_hand(
 
 @pytest.mark.parametrize("failing", ["gpu.micro_batch", "build", "environment", "copy", "tests"])
 def test_a_failing_step_is_reported_and_does_not_stop_others(
-    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failing: str, check_with: Callable[..., Any]
 ) -> None:
-    good, calls, outcomes = run_check(tmp_path, monkeypatch, failing)
+    good, calls, outcomes = check_with(failing)
     assert not good
     assert {GPU[-1], *(name for name, *_ in check.SANITIZERS)} <= set(calls.commands)
     step = "smoke" if failing in check.SMOKE else failing
     assert [name for name, status in outcomes.items() if status == "failed"] == [step]
 
 
-def test_what_sanitizers_find_fails_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good, _, outcomes = run_check(tmp_path, monkeypatch, "memcheck")
+def test_what_sanitizers_find_fails_nothing(check_with: Callable[..., Any]) -> None:
+    good, _, outcomes = check_with("memcheck")
     assert good and outcomes["memcheck"] == "failed" and outcomes["racecheck"] == "passed"
 
 
-def test_an_extension_built_before_needs_no_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good, calls, _ = run_check(tmp_path, monkeypatch, built=True)
+def test_an_extension_built_before_needs_no_build(check_with: Callable[..., Any]) -> None:
+    good, calls, _ = check_with(built=True)
     assert good and "build" not in calls.commands and "gpu.pipe" in calls.commands
 
 
-def test_without_an_extension_nothing_else_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good, calls, _ = run_check(tmp_path, monkeypatch, "build", "extension")
+def test_without_an_extension_nothing_else_is_run(check_with: Callable[..., Any]) -> None:
+    good, calls, _ = check_with("build", "extension")
     assert not good and set(calls.commands) == {"environment", "build", "extension"}
 
 

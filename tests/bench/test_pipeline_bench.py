@@ -1,12 +1,11 @@
 """The benchmarks of pipes: checks of gradients, memory, recorded steps, and plots."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.programs import python
 from torch import nn
 
 from bench.pipeline import memory, pipe, timeline, train_step
@@ -56,12 +55,7 @@ def test_a_peak_counts_what_was_freed_in_between() -> None:
         "import torch; from bench.pipeline.memory import peak;"
         "print(peak(lambda: torch.ones(16 << 20)), peak(lambda: None))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found, nothing = map(float, done.stdout.split())
+    found, nothing = map(float, python("-c", program, cwd=ROOT).stdout.split())
     assert found > 60 << 20 and nothing < 8 << 20
 
 

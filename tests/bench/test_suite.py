@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from support.programs import python
 
 from bench import __main__ as command
 from bench import harness, registry, suite, test_benchmarks
@@ -56,9 +56,6 @@ def suite_of(module: Any, told: list[str], *, cases: Any = None, **options: Any)
     return suite.Suite({"fake": plan}, how, keep=options.get("keep", False), tell=told.append)
 
 
-# ---- the benchmarks ----
-
-
 @pytest.mark.parametrize("name", registry.CPU)
 def test_every_case_has_the_candidate_that_others_are_compared_with(name: str) -> None:
     module = registry.find(name)
@@ -68,9 +65,6 @@ def test_every_case_has_the_candidate_that_others_are_compared_with(name: str) -
         assert set(candidates) <= set(module.CANDIDATES[case])
     assert module.CONDITIONS and (hasattr(module, "turns") or hasattr(module, "measure"))
     assert hasattr(test_benchmarks, f"test_{registry.operation(name)}")
-
-
-# ---- measuring ----
 
 
 def test_a_case_is_measured_when_it_is_asked_for_and_once(found: Any) -> None:
@@ -134,9 +128,6 @@ def test_a_result_file_holds_all_cases_or_is_not_written(
         assert [row["median"] for row in rows[:2]] == [2.0, 1.5]
 
 
-# ---- tests ----
-
-
 def test_a_recorded_timer_repeats_samples() -> None:
     timer = Recorded()
     timer.load([1.5, 2.5])
@@ -162,12 +153,9 @@ def test_a_candidate_with_wrong_results_fails(found: Any, request: pytest.Fixtur
 def test_all_reduce_alone_gives_groups_and_ratios_in_json(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     options = ["--quick", "--benchmark-only", f"--benchmark-json={path}", "-p", "no:cacheprovider"]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "bench", *options, "-k", "all_reduce and back"],
-        cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
-        env={name: value for name, value in os.environ.items() if "XDIST" not in name},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
+    environment = {name: value for name, value in os.environ.items() if "XDIST" not in name}
+    selected = ["-m", "pytest", "bench", *options, "-k", "all_reduce and back"]
+    run = python(*selected, cwd=ROOT, env=environment)
     assert "collectives: All-reduces from Python" in run.stdout and "Gloo / it" in run.stdout
     found = json.loads(path.read_text())["benchmarks"]
     assert {"ordinary", "symmetric", "Gloo"} <= {one["extra_info"]["candidate"] for one in found}
@@ -177,9 +165,6 @@ def test_all_reduce_alone_gives_groups_and_ratios_in_json(tmp_path: Path) -> Non
         ratio = one["extra_info"]["Gloo / it"]
         assert ratio["p10"] <= ratio["median"] <= ratio["p90"]
         assert one["stats"]["rounds"] == 2 and one["stats"]["min"] > 0
-
-
-# ---- the command ----
 
 
 @pytest.mark.full
