@@ -2,8 +2,6 @@
 
 import functools
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.levels import in_gate
+from support.programs import python
 from torch.torch_version import TorchVersion
 
 import pipekernels_autoload
@@ -58,13 +57,9 @@ def start(tmp_path: Path) -> Callable[..., str]:
     (info / "entry_points.txt").write_text("".join(["[torch.backends]\n", *lines]))
 
     def start(*arguments: str, **env: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"} | env,
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100,
-            check=False,
-        )  # fmt: skip
-        return done.stdout
+        paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+        done = python(*arguments, code=None, cwd=tmp_path, env={**os.environ, **paths, **env})
+        return done.stdout + done.stderr
 
     return start
 

@@ -34,9 +34,3 @@ def test_extension_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_backend, "__version__", "0.0.0")
     with pytest.raises(ImportError, match=r"the package is 0\.0\.0.*`pip install \.`"):
         _backend.load()
-
-
-def test_cuda_tensors_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backend, "has_cuda", lambda: False)
-    with pytest.raises(RuntimeError, match="reinstall pipekernels where nvcc is found"):
-        _backend.require_cuda()

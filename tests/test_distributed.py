@@ -5,8 +5,6 @@ import datetime
 import gc
 import os
 import signal
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -17,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from support.programs import python
 from support.ranks import in_group, leakable_resources
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,9 +26,6 @@ pytestmark = pytest.mark.processes
 
 # This import registers the backend. It needs torch 2.7.
 pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
-
-
-# ---- collectives ---------------------------------------------------------------------------------
 
 
 def everything(rank: int, group: Any, async_op: bool) -> list[torch.Tensor]:
@@ -67,6 +63,11 @@ def everything(rank: int, group: Any, async_op: bool) -> list[torch.Tensor]:
         for work in reversed(works):
             work.wait()
     return results
+
+
+@pytest.mark.parametrize("hosts", ["", "aab"])
+def test_same_results_as_gloo(hosts: str, run_group: Callable[..., list[Any]]) -> None:
+    run_group(3, compare_with_gloo, hosts=hosts)
 
 
 def compare_with_gloo(rank: int) -> None:
@@ -108,20 +109,9 @@ def compare_with_gloo(rank: int) -> None:
     assert transposed.flatten().equal(torch.arange(6.0))
 
 
-def test_same_results_as_gloo(run_group: Callable[..., list[Any]]) -> None:
-    run_group(3, compare_with_gloo)
-
-
-def test_same_results_as_gloo_over_hosts(run_group: Callable[..., list[Any]]) -> None:
-    run_group(3, compare_with_gloo, hosts="aab")
-
-
 @in_group(2)
 def test_other_collectives_are_delegated_to_gloo(rank: int) -> None:
     x = torch.tensor([rank + 1.0, 2.0])
-    product = x.clone()
-    dist.all_reduce(product, dist.ReduceOp.PRODUCT)
-    assert product.tolist() == [2.0, 4.0]
     small = torch.ones(3, dtype=torch.int8)
     dist.all_reduce(small)
     assert small.tolist() == [2, 2, 2]
@@ -192,7 +182,8 @@ def test_callbacks_may_call_collectives(rank: int) -> None:
         assert future.wait().tolist() == [4.0] * count
 
 
-def form_subgroups(rank: int) -> list[float]:
+@in_group(3)
+def test_subgroups(rank: int) -> None:
     sums = []
     for ranks in ([0, 1], [2, 1], [0]):
         group = dist.new_group(ranks)
@@ -201,29 +192,21 @@ def form_subgroups(rank: int) -> list[float]:
             dist.all_reduce(x, group=group)
             sums.append(x.item())
     dist.barrier()
-    return sums
+    assert sums == [[11.0, 1.0], [11.0, 110.0], [110.0]][rank]
 
 
-def test_subgroups(run_group: Callable[..., list[Any]]) -> None:
-    assert run_group(3, form_subgroups) == [[11.0, 1.0], [11.0, 110.0], [110.0]]
-
-
-def end_and_begin(rank: int, store: str) -> None:
+@in_group(2)
+def test_destroyed_groups_leak_nothing(rank: int, tmp_path: Path) -> None:
     dist.destroy_process_group()
     gc.collect()
     before = leakable_resources()
     for turn in range(2):
-        dist.init_process_group(
-            "pipekernels", init_method=f"file://{store}{turn}", rank=rank, world_size=2
-        )
+        store = f"file://{tmp_path}/other{turn}"
+        dist.init_process_group("pipekernels", init_method=store, rank=rank, world_size=2)
         dist.all_reduce(torch.ones(3), async_op=True).wait()
         assert len(leakable_resources()) > len(before)
         dist.destroy_process_group()
         assert leakable_resources() == before
-
-
-def test_destroyed_groups_leak_nothing(run_group: Callable[..., list[Any]], tmp_path: Path) -> None:
-    run_group(2, end_and_begin, str(tmp_path / "other"))
 
 
 RESTARTED = """
@@ -257,37 +240,26 @@ def test_ranks_that_torchrun_restarts_join_again(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(RESTARTED)
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(tmp_path)],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", *options, script, tmp_path]
+    python(*torchrun, env=environment, timeout=200)
     assert [(tmp_path / str(attempt)).read_text() for attempt in range(2)] == ["11.0 11.0"] * 2
 
 
-def destroy_at_work(rank: int, folder: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["destroy", "abort"])
+@in_group(2)
+def test_works_of_a_destroyed_group_fail(rank: int, how: str, tmp_path: Path) -> None:
     if rank == 1:
-        while not (folder / "destroyed").exists():
+        while not (tmp_path / "destroyed").exists():
             time.sleep(0.01)
         return
     works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(100)]
     dist.group.WORLD.abort() if how == "abort" else dist.destroy_process_group()
-    (folder / "destroyed").touch()
+    (tmp_path / "destroyed").touch()
     for work in works:
         with pytest.raises(RuntimeError, match="closed"):
             work.wait()
         assert work.is_completed() and not work.is_success()
-
-
-@pytest.mark.parametrize("how", ["destroy", "abort"])
-def test_works_of_a_destroyed_group_fail(
-    how: str, run_group: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    run_group(2, destroy_at_work, tmp_path, how)
-
-
-# ---- errors --------------------------------------------------------------------------------------
 
 
 @in_group(2)
@@ -322,7 +294,9 @@ def test_a_lost_rank_is_an_error_everywhere(rank: int) -> None:
         assert caught.value.rank == 1
 
 
-def fail_and_leave(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["at once", "work", "future", "late future"])
+@in_group(2)
+def test_a_failed_call_keeps_neither_group_nor_tensors(rank: int, how: str) -> None:
     gc.disable()  # Objects in reference cycles stay alive.
     group = weakref.ref(dist.group.WORLD)
 
@@ -350,13 +324,6 @@ def fail_and_leave(rank: int, how: str) -> None:
     assert group() is None and tensor() is None
 
 
-@pytest.mark.parametrize("how", ["at once", "work", "future", "late future"])
-def test_a_failed_call_keeps_neither_group_nor_tensors(
-    how: str, run_group: Callable[..., list[Any]]
-) -> None:
-    run_group(2, fail_and_leave, how)
-
-
 @in_group(2)
 def test_a_wait_can_have_a_timeout(rank: int) -> None:
     if rank == 0:
@@ -371,7 +338,9 @@ def test_a_wait_can_have_a_timeout(rank: int) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def call_without_options(rank: int, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "pipekernels"])
+@in_group(2)
+def test_methods_of_groups_without_options(rank: int, backend: str) -> None:
     """The signatures of ``ProcessGroup``, which torch and users call from Python."""
     group = dist.new_group(backend="gloo") if backend == "gloo" else dist.group.WORLD
     x, second = torch.full((2,), rank + 1.0), torch.full((2,), 10.0 * rank)
@@ -406,13 +375,6 @@ def call_without_options(rank: int, backend: str) -> None:
     assert uneven.tolist() == [[3], [10, 10]][rank]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "pipekernels"])
-def test_methods_of_groups_without_options(
-    backend: str, run_group: Callable[..., list[Any]]
-) -> None:
-    run_group(2, call_without_options, backend)
-
-
 @in_group(2)
 def test_wrong_sizes(rank: int) -> None:
     x = torch.ones(2)
@@ -420,10 +382,9 @@ def test_wrong_sizes(rank: int) -> None:
         dist.all_gather([torch.empty(2)], x)
     with pytest.raises(ValueError, match="reduce_scatter needs a list of 2 tensors.*got 3"):
         dist.reduce_scatter(x, [x, x, x])
-    with pytest.raises(
-        ValueError, match="needs an output of 2 x 2 elements, got.* \\(3,\\) beside"
-    ):
+    message = r"of 2 x 2 elements, got.* \(3,\) beside"
+    with pytest.raises(ValueError, match=f"needs an output {message}"):
         dist.all_gather_into_tensor(torch.empty(3), x)
-    with pytest.raises(ValueError, match="needs an input of 2 x 2 elements, got.* \\(3,\\) beside"):
+    with pytest.raises(ValueError, match=f"needs an input {message}"):
         dist.reduce_scatter_tensor(x, torch.empty(3))
     dist.barrier()

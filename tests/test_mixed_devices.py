@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import in_group
 
 # This import registers the backend. It needs torch 2.7.
 pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
@@ -93,17 +94,16 @@ def test_calls_with_tensors_of_another_device_are_handed_over(name: str, group: 
     assert any(given is x for given in torch.utils._pytree.tree_leaves(args))
 
 
-def test_calls_that_torch_joins_are_handed_over(group: Any) -> None:
+def test_calls_that_torch_joins_or_makes_in_cpp_are_handed_over(group: Any) -> None:
     recorder = group._others._made["meta"] = Recorder()
     x = torch.empty(3, device="meta")
     with dist.distributed_c10d._coalescing_manager(device=torch.device("meta")):
         dist.all_reduce(x)
+    with pytest.raises(RuntimeError):  # The recorder's works are not torch's.
+        dist._broadcast_coalesced(group, [x, x[:2]], 1 << 20, 0)
     del group._others._made["meta"]
-    assert [name for name, _ in recorder.calls] == [
-        "_start_coalescing",
-        "allreduce_coalesced",
-        "_end_coalescing",
-    ]
+    joined = ["_start_coalescing", "allreduce_coalesced", "_end_coalescing"]
+    assert [name for name, _ in recorder.calls] == [*joined, "broadcast"]
 
 
 def test_the_cpu_keeps_its_communicator(group: Any) -> None:
@@ -119,15 +119,6 @@ def test_the_cpu_keeps_its_communicator(group: Any) -> None:
     dist.all_reduce(torch.empty(3, device="meta"))
     assert group._get_backend(torch.device("meta")) is not None
     assert dist.get_backend_config(registered()[1]) == "meta:fake"
-
-
-def test_calls_of_torch_in_cpp_are_handed_over(group: Any) -> None:
-    recorder = group._others._made["meta"] = Recorder()
-    tensors = [torch.empty(3, device="meta"), torch.empty(2, device="meta")]
-    with pytest.raises(RuntimeError):  # The recorder's works are not torch's.
-        dist._broadcast_coalesced(group, tensors, 1 << 20, 0)
-    del group._others._made["meta"]
-    assert [name for name, _ in recorder.calls] == ["broadcast"]
 
 
 def test_point_to_point_calls_that_might_wait_for_each_other_are_refused(
@@ -158,9 +149,12 @@ def test_a_device_without_a_backend_is_an_error(backend: str) -> None:
         dist.destroy_process_group()
 
 
-def form_mixed_groups(rank: int, store: str) -> None:
+@pytest.mark.processes
+@in_group(3)
+def test_other_groups_come_and_go(rank: int, tmp_path: Path) -> None:
     dist.destroy_process_group()
-    dist.init_process_group(MIXED, init_method=f"file://{store}", rank=rank, world_size=3)
+    store = f"file://{tmp_path}/other"
+    dist.init_process_group(MIXED, init_method=store, rank=rank, world_size=3)
     x = torch.empty(3, device="meta")
     unsorted = {"sort_ranks": False} if "sort_ranks" in SIGNATURE.parameters else {}
     order = [2, 0] if unsorted else [0, 2]
@@ -181,8 +175,3 @@ def form_mixed_groups(rank: int, store: str) -> None:
     dist.group.WORLD.abort()
     dist.destroy_process_group()
     assert not registered()
-
-
-@pytest.mark.processes
-def test_other_groups_come_and_go(run_group: Callable[..., list[Any]], tmp_path: Path) -> None:
-    run_group(3, form_mixed_groups, str(tmp_path / "other"))

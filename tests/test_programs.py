@@ -2,13 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from support.programs import run_program
+from support.programs import python, run_program
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -43,9 +41,8 @@ def test_ranks_have_what_torchrun_gives_them(tmp_path: Path) -> None:
     def states() -> list[dict[str, object]]:
         return [json.loads((output / str(rank)).read_text()) for rank in range(2)]
 
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", "2", str(program), str(output)]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    python(*torchrun, program, output, cwd=tmp_path)
     expected = states()
     run_program(program, str(output), folder=tmp_path, ranks=2)
     assert states() == expected
