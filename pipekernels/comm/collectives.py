@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipekernels._torch_private import is_profiler_enabled
 from pipekernels.comm.backend import Backend, CpuBackend, DeviceBackend
-from pipekernels.comm.codes import reduction_in
+from pipekernels.comm.codes import REDUCIBLE, reduction_in
 from pipekernels.comm.tensors import (
     ReadyCounters,
     check_has_rows,
@@ -61,6 +61,9 @@ class Collectives:
         return self._cpu_backend if device.type == "cpu" else self._device_backend(device)
 
     def _device_backend(self, device: torch.device) -> DeviceBackend:
+        backend = self._cuda_backend
+        if backend is not None and device == backend.device:
+            return backend
         with self._lock:
             if self._cuda_backend is None:
                 parent = None if self._parent is None else self._parent()
@@ -112,14 +115,18 @@ class Collectives:
             return tensor
         check_tensor(tensor)
         check_reducible(tensor, op, algorithm, order)
+        if not is_watched:
+            return self._all_reduce_checked(tensor, op, algorithm, order)
         with collective_in_profile(
             "all_reduce of %d bytes, %s", tensor.numel() * tensor.itemsize, algorithm
         ):
-            if is_watched and self._all_reduce_tensor(tensor, op, algorithm, order):
+            if self._all_reduce_tensor(tensor, op, algorithm, order):
                 return tensor
-            dense = to_dense_in_place(tensor)
-            reduction = reduction_in(op, order)
-            self._backend_for(tensor.device).all_reduce(dense, reduction, algorithm)
+            return self._all_reduce_checked(tensor, op, algorithm, order)
+
+    def _all_reduce_checked(self, tensor: Tensor, op: str, algorithm: str, order: str) -> Tensor:
+        dense = to_dense_in_place(tensor)
+        self._backend_for(tensor.device).all_reduce(dense, reduction_in(op, order), algorithm)
         return put_back(dense, tensor)
 
     def all_reduce_when_ready(
@@ -327,3 +334,12 @@ class Collectives:
                 "it with .to('cpu')"
             )
         return self._device_backend(like.device).output(torch.Size(shape), like.dtype)
+
+
+def sum_of_outputs(comm: Collectives, output: Tensor) -> Tensor:
+    """``comm.all_reduce(output)`` of a new tensor from ``comm.output()``, without the checks that
+    such a tensor passes, and unknown to autograd."""
+    if output.is_cpu or output.dtype not in REDUCIBLE or is_profiler_enabled():
+        return comm.all_reduce(output)
+    comm._device_backend(output.device).all_reduce(output, "sum", "auto")
+    return output

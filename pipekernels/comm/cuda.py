@@ -138,20 +138,17 @@ class CudaBackend(NativeBackend):
     def close(self, *, abort: bool) -> None:
         self._native.close(abort)
 
-    def _stream(self) -> int:
-        assert current_raw_stream is not None  # As this build of torch has CUDA.
-        stream: int = current_raw_stream(self.device.index)
-        return stream
-
     @disable_dynamo  # Which would trace the stream as an object.
     def _caller(self) -> tuple[int, bool]:
         """The current stream, and whether this thread may wait for those of other ranks."""
-        return self._stream(), _may_meet()
+        assert current_raw_stream is not None  # As this build of torch has CUDA.
+        return current_raw_stream(self.device.index), _may_meet()
 
     def _allocate(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor | None:
         if sizes.numel() == 0:
             return torch.empty(sizes, dtype=dtype, device=self.device)
-        stream = self._stream()
+        assert current_raw_stream is not None  # As this build of torch has CUDA.
+        stream = current_raw_stream(self.device.index)
         return allocated(lambda *wanted: self._native.allocate(*wanted, stream), sizes, dtype)
 
 

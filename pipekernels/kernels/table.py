@@ -82,11 +82,20 @@ class Table(NamedTuple):
     launch_seconds: float
     entries: dict[Shape, Measurement]
 
+    def may_gain(self, kind: str, m: int, n: int, k: int) -> bool:
+        """Whether a product of these sizes, in any layout, may gain by the kernel or by overlap."""
+        for layout in LAYOUTS:
+            entry = self.entries.get(shape_class(kind, layout, m, n, k))
+            if entry is not None and (entry.wins or entry.overlaps):
+                return True
+        return False
+
     def entry(self, kind: str, layout: str, m: int, n: int, k: int) -> Measurement | None:
         """The measurement for a product's class; sizes must be at least 1."""
         return self.entries.get(shape_class(kind, layout, m, n, k))
 
 
+@functools.lru_cache(maxsize=4096)  # Products of one row take no longer than a few such calls.
 def shape_class(kind: str, layout: str, m: int, n: int, k: int) -> Shape:
     """The class of a product; sizes must be at least 1.
 

@@ -115,10 +115,15 @@ def choose(
     if auto and (known is None or not has_triton()):
         _log_library(gpu.name, known, None)
         return None
-    kind = kind_of(dtype or a.dtype, tf32_allowed())
+    dtype = dtype or a.dtype
+    kind = kind_of(dtype, dtype == torch.float32 and tf32_allowed())
     if not auto:
         check_triton(a.dtype, kind, gpu)
     if kind is None:
+        return None
+    # Most products end here: looking at the layout takes the host longer. A log says why.
+    may_gain = not auto or known is None or known.may_gain(kind, m, n, k)
+    if not (may_gain or _log.isEnabledFor(logging.INFO)):
         return None
     layout = layout_of(a, b)
     is_aligned = m == 1 or n * a.itemsize % 16 == 0 if out is None else has_rows(out)

@@ -167,14 +167,11 @@ def row_linear(
         _check_algorithm(algorithm, x, scatter)
     if scatter:
         check_rows(x, comm.world_size, dims=2)
-    can_cast = x.is_floating_point() and x.dtype != torch.float64
     # is_autocast_enabled("meta") raises.
-    if (
-        can_cast
-        and not x.is_meta
-        and torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
-    ):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    device = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type
+    is_cast = device != "meta" and torch.is_autocast_enabled(device)
+    if is_cast and x.is_floating_point() and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
     registered = needs_dispatcher() or not _backend.load().are_plain([x, weight])
     has_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)

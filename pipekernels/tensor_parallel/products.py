@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipekernels.comm import Communicator
+from pipekernels.comm.collectives import sum_of_outputs
 from pipekernels.local_ops.gemm_choice import Chosen, choose
 from pipekernels.local_ops.sharded_gemm import as_matrix, run, sharded_gemm
 from pipekernels.local_ops.skinny_gemm import may_be_skinny, skinny_into, skinny_linear
@@ -82,7 +83,7 @@ def linear_all_reduce(
         run(chosen, product, rows, weight)
     else:
         torch.mm(rows, weight.t(), out=product)
-    return comm.reduce_scatter(out) if scatter else comm.all_reduce(out)
+    return comm.reduce_scatter(out) if scatter else sum_of_outputs(comm, out)
 
 
 def _choose(

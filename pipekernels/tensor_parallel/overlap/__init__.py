@@ -35,11 +35,14 @@ def ranks_that_overlap(comm: Communicator, device: torch.device) -> int:
     the first call: all ranks must decide the same."""
     if comm.world_size == 1:
         return 1
-    key, is_captured = (comm.handle, device), torch.cuda.is_current_stream_capturing()
-    if key not in _gains and not is_captured:
-        _gains[key] = _measured_to_gain(comm, device)
+    key = comm.handle, device
+    gains = _gains.get(key)
     # A graph may launch the reduction first, which would then hold what the product needs to start.
-    return comm.world_size if _gains.get(key) and not is_captured else 1
+    if gains is False or torch.cuda.is_current_stream_capturing():
+        return 1
+    if gains is None:
+        gains = _gains[key] = _measured_to_gain(comm, device)
+    return comm.world_size if gains else 1
 
 
 _gains: dict[tuple[int, torch.device], bool] = {}  # By the communicator's handle.

@@ -1,0 +1,141 @@
+"""The host's time of an eager row-parallel layer on a GPU, on a machine without one.
+
+CPU tensors say that they are on an H200. All that Python does before and after CUDA's own calls
+then runs as it is: the layer, the choice of the product, symmetric memory, the checks of the
+collective. The product is the CPU's, of so few elements that it takes about as long as its launch.
+Launches and queries of the driver are left out: the native communicator reduces nothing, so a sum
+is only right on one rank.
+
+``python -m support.cuda.host_time`` (in ``tests``) prints microseconds per call beside those of
+``torch.nn.functional.linear``; ``--profile`` lists the functions.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from pipekernels import Communicator, RowParallelLinear, _backend
+from pipekernels.comm import cuda
+from pipekernels.local_ops import gemm_choice
+from pipekernels.tensor_parallel import overlap
+
+DEVICE = torch.device("cuda", 0)
+FEATURES = 64
+CALLS, ROUNDS = 20, 300
+H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+
+
+class Native:
+    """A communicator of the extension, whose collectives do nothing."""
+
+    def __init__(self, core: Any, *_: Any) -> None:
+        self._allocate = core.allocate
+
+    def allocate(self, sizes: Any, dtype: int, stream: int) -> Any:
+        return self._allocate(sizes, dtype)
+
+    def all_reduce(self, *_: Any) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self, abort: bool) -> None:
+        pass
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[None]:
+    """A context in which all tensors say that they are on :data:`DEVICE`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+        patch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
+        patch.setattr(torch.Tensor, "device", property(lambda _: DEVICE))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: H200)
+        patch.setattr(_backend, "require_cuda", lambda device: None)
+        patch.setattr(_backend.load(), "CudaCommunicator", Native, raising=False)
+        patch.setattr(cuda, "current_raw_stream", lambda index: 0)
+        gemm_choice._gpu.cache_clear()
+        try:
+            yield
+        finally:
+            gemm_choice._gpu.cache_clear()
+
+
+def layer_on_gpu(comm: Communicator) -> RowParallelLinear:
+    """A layer for :func:`pretended_gpu`; of several ranks, all but this one are pretended too."""
+    # The native call returns False for tensors on a GPU.
+    comm._all_reduce_tensor = lambda *_: False
+    overlap._gains[comm.handle, DEVICE] = False
+    return RowParallelLinear(FEATURES * comm.world_size, FEATURES, comm=comm, dtype=torch.bfloat16)
+
+
+def python_calls(call: Callable[[], Any]) -> list[str]:
+    """The functions of Python that ``call()`` calls, in order."""
+    names: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            names.append(f"{frame.f_globals['__name__']}.{frame.f_code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """Per call, of :data:`CALLS` in a row; the least of :data:`ROUNDS`, against noise."""
+    rounds = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        rounds.append((time.perf_counter() - begin) / CALLS * 1e6)
+    return min(rounds)
+
+
+def main() -> None:
+    """Print the times."""
+    torch.set_num_threads(1)
+    for ranks in (1, 2):
+        comm = Communicator.threads(ranks)[0]
+        layer = layer_on_gpu(comm)
+        x = torch.randn(1, FEATURES, dtype=torch.bfloat16)
+        for trains in (False, True):
+            torch.set_grad_enabled(trains)
+            library = microseconds(lambda: functional.linear(x, layer.weight, layer.bias))  # noqa: B023
+            with pretended_gpu():
+                ours = microseconds(lambda: layer(x))  # noqa: B023
+                count = len(python_calls(lambda: layer(x)))  # noqa: B023
+                mode = "gradients" if trains else "no_grad"
+                print(
+                    f"{ranks} ranks, {mode}: {ours:.1f} us per call in {count} functions, "
+                    f"F.linear {library:.1f}"
+                )
+                if "--profile" in sys.argv:
+                    profile = cProfile.Profile()
+                    profile.runcall(lambda: [layer(x) for _ in range(CALLS)])  # noqa: B023
+                    pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+                    print(*python_calls(lambda: layer(x)), sep="\n")  # noqa: B023
+
+
+if __name__ == "__main__":
+    main()
