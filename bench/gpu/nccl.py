@@ -8,6 +8,8 @@ rank's result is compared, before and after.
 * The layer is that of Llama-70B's MLP. ``fused``: our kernel announces rows of the product, which
   are summed meanwhile. Else cuBLAS, then the sum. It is checked with zeros and ones, so few that
   sums are exact in bfloat16, and timed with random numbers.
+* Symmetric tensors are compared with torch's symmetric memory and NCCL's symmetric kernels as well
+  (:mod:`bench.gpu.nccl_peers`).
 * The pipe is over all GPUs in rank 0; ``.to`` hands each micro-batch on by
   ``x.to(device, non_blocking=True)``. Both must give the same bits.
 """
@@ -19,7 +21,6 @@ import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,14 +29,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.gpu.threads import contents, expected
+from bench.gpu.nccl_peers import (
+    OURS,
+    WARMUP,
+    Calls,
+    Case,
+    Ranks,
+    without_peers,
+)
 from bench.harness import Options, Turns
 from bench.processes import repeated
-from bench.timing import bus, events, synchronize
+from bench.timing import bus, synchronize
 from pipekernels import Communicator, Pipe, _backend
 from pipekernels.tensor_parallel.functional import row_linear
 
-OURS, FUSED, PLAIN, BY_HAND = "pipekernels", "pipekernels, fused", "pipekernels, not fused", ".to"
+FUSED, PLAIN, BY_HAND = "pipekernels, fused", "pipekernels, not fused", ".to"
 BASE = ("NCCL", "Gloo", BY_HAND)
 COLUMNS = ("size", "count", "redop", "algbw", "busbw", "wrong")
 CONDITIONS = {
@@ -47,8 +55,6 @@ CONDITIONS = {
 TIMEOUT = 60.0  # seconds of our collectives
 LIMIT = timedelta(minutes=5)  # of the others: ranks wait while rank 0 measures a pipe
 MOST_GPUS, CPU_RANKS = 8, 2
-WARMUP = 2  # calls in each turn, as the turn before was another's
-SAMPLE, REPEATS = 5e-3, 100  # least seconds of a turn; short calls are repeated at most this often
 PLACES = {
     "all_reduce": ("in",), "reduce_scatter": ("out",), "all_gather": ("out", "in"),
     "broadcast": ("in",),
@@ -58,10 +64,6 @@ FEATURES, TINY_FEATURES = (8192, 28672), (64, 128)  # hidden and inner ones of t
 MOST_ONES = 200  # in a row of all ranks' inputs: bfloat16 holds integers up to 256
 CHUNKS, LAYERS = 8, 4  # of a pipe, and of each of its stages
 WIDTH, TINY_WIDTH = 4096, 16
-# Newer names, which torch 2.6 does not have.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-Calls = Mapping[str, Callable[[], Any]]
 
 
 def cases(
@@ -83,54 +85,6 @@ def cases(
 GPU = cases(SIZES, ("bfloat16", "float32"), (1, 16, 256, 1024, 4096), (16, 256, 2048))
 SHARES = {"": math.inf}  # All ranks measure all cases, however long it takes.
 GPU_QUICK = cases((1 << 10, 1 << 16), ("bfloat16",), (3,), (2,))
-
-
-@dataclass
-class Ranks:
-    """This rank's place among all.
-
-    Attributes:
-        rank, ranks: this one, and how many.
-        device: of this rank.
-        peer: the torch backend that ours is compared with: NCCL, or Gloo on a CPU.
-        communicator: ours; None where the GPUs have no peer access.
-        control: a group of Gloo, by which the ranks agree.
-    """
-
-    rank: int
-    ranks: int
-    device: torch.device
-    peer: str
-    communicator: Communicator | None
-    control: dist.ProcessGroup
-
-    def sum(self, number: int) -> int:
-        """The sum over all ranks."""
-        total = torch.tensor(number)
-        dist.all_reduce(total, group=self.control)
-        return int(total)
-
-    def seconds(self, call: Callable[[], Any], count: int) -> float:
-        """Per call, of ``count`` in a row that all ranks begin together; the slowest rank's."""
-        for _ in range(WARMUP):
-            call()
-        synchronize(self.device)
-        begin, end = events(self.device, 2)
-        dist.barrier(self.control)
-        begin.record()
-        for _ in range(count):
-            call()
-        end.record()
-        synchronize(self.device)
-        longest = torch.tensor(begin.elapsed_time(end) * 1e-3 / count, dtype=torch.float64)
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.control)
-        return float(longest)
-
-    def turn(self, call: Callable[[], Any]) -> Callable[[], float]:
-        """A candidate, with enough calls for a turn of :data:`SAMPLE` seconds."""
-        once = self.seconds(call, 1)
-        count = max(1, min(REPEATS, round(SAMPLE / max(once, 1e-9))))
-        return lambda: self.seconds(call, count)
 
 
 @functools.cache
@@ -199,8 +153,10 @@ def before(options: Options) -> list[dict[str, Any]]:
     ranks = joined(options.device.type)
     if ranks.peer == "NCCL":
         CONDITIONS["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    left_out = without_peers(ranks)
+    notes = [{"note": f"{name} is left out: {why}"} for name, why in left_out.items()]
     if ranks.communicator is not None:
-        return []
+        return notes
     note = (
         f"No peer access between GPUs {', '.join(pairs_without_access())}: our collectives read "
         "the memory of other GPUs, so they and our row-parallel layer are left out, and "
@@ -208,7 +164,7 @@ def before(options: Options) -> list[dict[str, Any]]:
         "pinned memory of the host. (`nvidia-smi topo -p2p r` shows which GPUs can read each "
         "other; some virtual machines prevent it.)"
     )
-    return [{"note": note}]
+    return [*notes, {"note": note}]
 
 
 def agreed(rows: list[dict[str, Any]], options: Options) -> list[dict[str, Any]]:
@@ -234,14 +190,17 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
         return of_layer(int(details[0].split()[0]), ranks, quick)
     tensor, place, size, dtype = details
     symmetric, in_place = tensor.startswith("symmetric"), place.startswith("in")
-    buffers = Buffers(kind, int(size.split()[0]), getattr(torch, dtype), ranks, symmetric, in_place)
+    found = Case(kind, int(size.split()[0]), getattr(torch, dtype), ranks, symmetric, in_place)
+    buffers = found.buffers
     fields = {
         "part": f"{kind}; {ranks.ranks} ranks",
         "size": buffers.whole.nbytes,
         "count": buffers.part if buffers.shared else buffers.count,
         "redop": "sum" if "reduce" in kind else "none",
     }
-    return compared(buffers.calls(), buffers.wrong, fields, ranks, bus(kind, ranks.ranks), quick)
+    busbw = bus(kind, ranks.ranks)
+    turns = compared(found.calls, found.wrong, fields, ranks, busbw, quick)
+    return turns._replace(close=found.close)
 
 
 def compared(
@@ -274,78 +233,6 @@ def compared(
 
     runners = {name: ranks.turn(call) for name, call in calls.items()}
     return Turns(runners, 1, 2 if quick else 9, more, fields=fields)
-
-
-class Buffers:
-    """The tensors of a collective on one rank.
-
-    Attributes:
-        count: elements of the whole, a multiple of the number of ranks.
-        part: elements of one rank's share.
-        shared: whether a rank's share is the input or the result.
-    """
-
-    def __init__(
-        self, operation: str, size: int, dtype: torch.dtype, ranks: Ranks, symmetric: bool,
-        in_place: bool,
-    ) -> None:  # fmt: skip
-        self._operation, self._ranks, self._dtype = operation, ranks, dtype
-        self.part = max(1, size // dtype.itemsize // ranks.ranks)
-        self.count = self.part * ranks.ranks
-
-        def make(count: int) -> Tensor:
-            if not symmetric or ranks.communicator is None:
-                return torch.empty(count, dtype=dtype, device=ranks.device)
-            on = ranks.device if ranks.device.type == "cuda" else None
-            return ranks.communicator.empty(count, dtype=dtype, device=on)
-
-        self.whole = make(self.count)
-        self.shared = operation in ("reduce_scatter", "all_gather")
-        self.own = make(self.part) if self.shared and not in_place else self._share(self.whole)
-
-    def _share(self, tensor: Tensor) -> Tensor:
-        return tensor[self._ranks.rank * self.part : (self._ranks.rank + 1) * self.part]
-
-    def calls(self) -> Calls:
-        """The candidates."""
-        whole, own, ours = self.whole, self.own, self._ranks.communicator
-        found: dict[str, dict[str, Callable[[], Any]]] = {
-            self._ranks.peer: {
-                "all_reduce": lambda: dist.all_reduce(whole),
-                "reduce_scatter": lambda: reduce_scatter(own, whole),
-                "all_gather": lambda: all_gather(whole, own),
-                "broadcast": lambda: dist.broadcast(whole, 0),
-            }
-        }
-        if ours is not None:
-            found[OURS] = {
-                "all_reduce": lambda: ours.all_reduce(whole),
-                "reduce_scatter": lambda: ours.reduce_scatter(whole, out=own),
-                "all_gather": lambda: ours.all_gather(own, out=whole),
-                "broadcast": lambda: ours.broadcast(whole, 0),
-            }
-        return {name: calls[self._operation] for name, calls in found.items()}
-
-    def wrong(self, name: str) -> int:
-        """The number of wrong elements of all ranks' results after a call."""
-        rank, ranks, operation = self._ranks.rank, self._ranks.ranks, self._operation
-        of = functools.partial(contents, dtype=self._dtype, device=self._ranks.device)
-        self.whole.fill_(-1)  # What is not written shows.
-        self.own.fill_(-1)
-        if operation == "all_gather":
-            self.own.copy_(of(rank, self.part))
-        elif operation != "broadcast" or rank == 0:
-            self.whole.copy_(of(rank, self.count))
-        self.calls()[name]()
-        if operation == "broadcast":
-            right = of(0, self.count)
-        elif operation == "all_gather":
-            right = torch.cat([of(other, self.part) for other in range(ranks)])
-        else:
-            right = expected(ranks, self.count, self._dtype, self._ranks.device)
-        scattered = operation == "reduce_scatter"
-        result, right = (self.own, self._share(right)) if scattered else (self.whole, right)
-        return self._ranks.sum(int((result != right).sum()))
 
 
 def ones(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,9 @@ from support.ranks import leaves_the_group
 
 from bench import harness, timing
 from bench.gpu import __main__ as gpu
-from bench.gpu import nccl, threads
+from bench.gpu import nccl, nccl_peers, threads
 from bench.gpu.nccl import FUSED, OURS, PLAIN, Ranks
+from bench.gpu.nccl_peers import NCCL_SYMMETRIC, TORCH
 from bench.harness import Options
 from bench.report import pages
 from pipekernels import Communicator
@@ -138,6 +141,82 @@ def test_every_collective_is_checked(
     assert wrong(case) == {OURS: 2, "Gloo": 0}
 
 
+class Backend:
+    """NCCL's, with memory pools of the CPU; ``pools`` are those registered now."""
+
+    mem_allocator = "NCCL's"
+
+    def __init__(self) -> None:
+        self.pools: list[Any] = []
+
+    def register_mem_pool(self, pool: Any, *, symm: bool) -> None:
+        assert symm and pool.allocator == self.mem_allocator
+        self.pools.append(pool)
+
+    def deregister_mem_pool(self, pool: Any) -> None:
+        self.pools.remove(pool)
+
+
+def no_multicast(*_: Any) -> None:
+    raise RuntimeError("there is no multicast")
+
+
+@pytest.fixture
+def symmetric(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """torch's symmetric memory without multicast, and NCCL's pools, on the CPU."""
+    from torch.distributed import _symmetric_memory
+
+    operations = SimpleNamespace(
+        one_shot_all_reduce=lambda x, *_: x.clone(),
+        two_shot_all_reduce_=lambda x, *_: x,
+        multimem_all_reduce_=no_multicast,
+    )
+    backend = Backend()
+    monkeypatch.setattr(_symmetric_memory, "empty", torch.empty)
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda tensor, group: None)
+    monkeypatch.setattr(torch.ops, "symm_mem", operations)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda a: SimpleNamespace(allocator=a))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: contextlib.nullcontext())
+    monkeypatch.setattr(nccl_peers, "backend_of", lambda device: backend)
+    return backend
+
+
+ONE_SHOT, TWO_SHOT = f"{TORCH}, one_shot", f"{TORCH}, two_shot"
+
+
+def test_peers_with_symmetric_memory_are_measured_and_checked(
+    alone: Ranks, symmetric: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = ", symmetric tensors, {} place, 1024 bytes, bfloat16"
+    ours = {OURS: 0, "Gloo": 0}
+    assert wrong(f"all_reduce{case.format('in')}") == ours | {
+        ONE_SHOT: 0, TWO_SHOT: 0, NCCL_SYMMETRIC: 0
+    }  # fmt: skip
+    assert wrong(f"reduce_scatter{case.format('out')}") == ours | {NCCL_SYMMETRIC: 0}
+    assert wrong(f"all_gather{case.format('out')}") == ours | {NCCL_SYMMETRIC: 0}
+    assert wrong(f"broadcast{case.format('in')}") == ours
+    assert symmetric.pools == []  # A case leaves none behind.
+    right = torch.ops.symm_mem.one_shot_all_reduce
+    monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce", spoiled(right))
+    assert wrong(f"all_reduce{case.format('in')}")[ONE_SHOT] == 2
+    assert wrong("all_reduce, ordinary tensors, in place, 1024 bytes, bfloat16") == ours
+
+
+def test_peers_that_this_torch_or_gpu_lacks_are_named_with_the_reason(
+    alone: Ranks, symmetric: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_symm(pool: Any) -> None:
+        raise AssertionError("torch 2.8 does not call this")
+
+    monkeypatch.setattr(symmetric, "register_mem_pool", without_symm)
+    notes = [row["note"] for row in nccl.before(QUICK)]
+    assert notes[0] == f"{TORCH}, multimem is left out: RuntimeError: there is no multicast"
+    assert notes[1].startswith(f"{NCCL_SYMMETRIC} is left out: TypeError: ") and "symm" in notes[1]
+    assert len(notes) == 2
+    found = wrong("all_reduce, symmetric tensors, in place, 1024 bytes, bfloat16")
+    assert set(found) == {OURS, "Gloo", ONE_SHOT, TWO_SHOT}
+
+
 def test_layer_and_pipe_are_checked(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, pipe = "row-parallel layer, 3 rows", "pipe, 2 rows"
     assert wrong(layer) == {PLAIN: 0, "Gloo": 0} and wrong(pipe) == {OURS: 0}
@@ -219,7 +298,7 @@ def test_a_case_that_fails_is_a_row_and_the_others_are_measured(
     monkeypatch.setattr(Communicator, "reduce_scatter", fail_once)
     rows = rows_of()
     (failed,) = (row for row in rows if "error" in row)
-    assert failed["case"].startswith("reduce_scatter") and len(rows) == 22 * 2 - 1
+    assert failed["case"].startswith("reduce_scatter") and len(rows) == 2 + 22 * 2 - 1
     assert "1024 bytes, bfloat16: RuntimeError: no kernel" in page_of(rows)
 
 
