@@ -149,7 +149,7 @@ class CudaBackend(NativeBackend):
             return torch.empty(sizes, dtype=dtype, device=self.device)
         assert current_raw_stream is not None  # As this build of torch has CUDA.
         stream = current_raw_stream(self.device.index)
-        return allocated(lambda *wanted: self._native.allocate(*wanted, stream), sizes, dtype)
+        return allocated(self._native.allocate, sizes, dtype, stream)
 
 
 def _may_meet() -> bool:

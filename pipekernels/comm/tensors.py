@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -127,24 +127,26 @@ def output_for(
 
 
 def allocated(
-    allocate: Callable[[Sequence[int], int], Any], sizes: torch.Size, dtype: torch.dtype
+    allocate: Callable[..., Any], sizes: torch.Size, dtype: torch.dtype, *more: int
 ) -> Tensor | None:
     """An uninitialised contiguous tensor in memory that this package allocates.
 
     Not a view: a view that a custom autograd function returns cannot be modified.
 
     Args:
-        allocate: takes sizes and a code of a dtype; returns a DLPack capsule, or None without room.
+        allocate: takes sizes, a code of a dtype, and ``more``; returns a DLPack capsule, or None
+            without room.
         sizes: of the tensor.
         dtype: any.
+        more: arguments of ``allocate``.
     """
     code = REDUCIBLE.get(dtype)
     if code is not None and 0 not in sizes:  # Of sizes that overflow, torch frees a capsule twice.
-        capsule = allocate(sizes, code)
+        capsule = allocate(sizes, code, *more)
         return capsule if capsule is None else from_dlpack(capsule)
     # Older versions of torch read few dtypes. sizes.numel() would overflow beyond 64 bits.
     count = min(math.prod(sizes) * dtype.itemsize, sys.maxsize)
-    capsule = allocate((count,), MOVABLE[torch.uint8])
+    capsule = allocate((count,), MOVABLE[torch.uint8], *more)
     if capsule is None:
         return None
     memory = from_dlpack(capsule)
