@@ -6,7 +6,7 @@ Beside ours and those of the torch backend there are two peers whose tensors are
   by its algorithm: ``one_shot`` (which gives a new tensor), ``two_shot``, ``multimem`` (by NVLink's
   switch).
 * *NCCL, symmetric kernels*: NCCL's collectives of tensors in a memory pool that is registered as
-  symmetric, for which NCCL 2.27 and newer has kernels of their own.
+  symmetric, for which NCCL 2.27 and newer has special kernels.
 
 Each is tried first, by all ranks together; :func:`without_peers` says which fail, and why.
 """
@@ -247,7 +247,7 @@ class Case:
     """The candidates of a collective, with their tensors.
 
     Attributes:
-        buffers: of ours and of the torch backend.
+        buffers: for the communicator and the torch backend.
         calls: by candidate.
     """
 
@@ -278,7 +278,7 @@ class Case:
                 self.add(memory(ranks.device), left_out)
 
     def add(self, memory: TorchMemory | NcclMemory, left_out: Mapping[str, str]) -> None:
-        """The candidates of a peer, on tensors of its own."""
+        """Add the candidates of a peer, on its own tensors."""
         buffers = self._open(memory.empty)
         self._memories.append(memory)
         memory.register()
