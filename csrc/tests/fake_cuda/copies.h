@@ -135,6 +135,7 @@ inline cudaError_t cudaMemcpyBatchAsync(void* const* targets, const void* const*
   CHECK(attribute_count == 1 && *first == 0);
   CHECK(attributes->srcAccessOrder == cudaMemcpySrcAccessOrderStream);
   const std::lock_guard<std::mutex> hold(device.context);
+  device.overlapping_batches += attributes->flags == cudaMemcpyFlagPreferOverlapWithCompute;
   ++device.calls;
   if (device.copies_until_failure == 0) return cudaErrorUnknown;
   if (device.copies_until_failure > 0) --device.copies_until_failure;
