@@ -67,4 +67,11 @@ bool write_prefetch_pays() {
   return pays;
 }
 
+int64_t prefetch_ahead(std::string_view vendor) { return vendor == "GenuineIntel" ? 8192 : 0; }
+
+int64_t prefetch_ahead() {
+  static const int64_t bytes = prefetch_ahead(cpu_vendor());
+  return bytes;
+}
+
 }  // namespace pipekernels

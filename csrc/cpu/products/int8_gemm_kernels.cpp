@@ -48,7 +48,7 @@ size_t widened_bytes(int64_t inner) { return vectors(inner) * sizeof(Wide); }
 template <int kRows>
 __attribute__((always_inline)) inline void sum_row(const int8_t* weight, int64_t inner,
                                                    const float* x, int64_t row_floats,
-                                                   float* results) {
+                                                   int64_t ahead, float* results) {
   Wide sums[kSums][kRows];
 #pragma GCC unroll 4
   for (int s = 0; s < kSums; ++s) {
@@ -65,6 +65,7 @@ __attribute__((always_inline)) inline void sum_row(const int8_t* weight, int64_t
   };
   int64_t j = 0;
   for (; j + kSums * kLanes <= inner; j += kSums * kLanes) {
+    __builtin_prefetch(weight + j + ahead, 0, 2);
 #pragma GCC unroll 4
     for (int s = 0; s < kSums; ++s) add(j + s * kLanes, load_int8(weight + j + s * kLanes), s);
   }
@@ -124,9 +125,11 @@ struct Int8GemmOf {
       float sums[kRows];
       int r = 0;
       for (; r + 2 <= kRows; r += 2) {
-        sum_row<2>(weight, piece.inner, x + r * row_floats, row_floats, sums + r);
+        sum_row<2>(weight, piece.inner, x + r * row_floats, row_floats, piece.ahead, sums + r);
       }
-      if (kRows % 2) sum_row<1>(weight, piece.inner, x + r * row_floats, row_floats, sums + r);
+      if (kRows % 2) {
+        sum_row<1>(weight, piece.inner, x + r * row_floats, row_floats, piece.ahead, sums + r);
+      }
       for (r = 0; r < kRows; ++r) store(piece, r, i, sums[r]);
     }
   }

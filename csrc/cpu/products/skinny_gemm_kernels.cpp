@@ -108,7 +108,7 @@ struct SkinnyGemmOf {
   __attribute__((always_inline)) static void sum_slab(const Element* slab, int64_t inner,
                                                       const Element* end, Bits mask,
                                                       const std::byte* x, size_t row_bytes,
-                                                      Accumulator* results) {
+                                                      int64_t ahead, Accumulator* results) {
     Wide sums[kSteps][kRows][kParts];  // An initializer would be a slow call or string instruction.
 #pragma GCC unroll 2
     for (int s = 0; s < kSteps; ++s) {
@@ -136,7 +136,9 @@ struct SkinnyGemmOf {
     for (; j + kSteps * kElements <= inner; j += kSteps * kElements) {
 #pragma GCC unroll 2
       for (int s = 0; s < kSteps; ++s) {
-        load(slab + j + s * kElements, kElements, weight);
+        const Element* const source = slab + j + s * kElements;
+        __builtin_prefetch(reinterpret_cast<const char*>(source) + ahead, 0, 2);
+        load(source, kElements, weight);
         add(j + s * kElements, weight, s);
       }
     }
@@ -176,7 +178,7 @@ struct SkinnyGemmOf {
       [[maybe_unused]] TreeSum<Accumulator, kRows> tree;
       int64_t slab = 0;
       do {
-        sum_slab<kRows>(row, inner, end, mask, x, row_bytes, sums);
+        sum_slab<kRows>(row, inner, end, mask, x, row_bytes, piece.ahead, sums);
         if constexpr (kPartial) tree.add(slab, sums);
         row += inner;
         x += slab_bytes;

@@ -1,9 +1,9 @@
 // Products of a few rows with a large matrix, as a decoder needs for each token.
 //
 // Such a product takes as long as reading the matrix. Each core reads it as one sequential stream,
-// which the processor's prefetchers follow at the memory's full speed; kernels that walk through
-// several rows of the matrix at a time reach a half to a third of it. From kMaxSkinnyRows rows on,
-// arithmetic takes longer, and such kernels are the faster ones.
+// which the processor's prefetchers follow, with help on some (prefetch_ahead() in isa.h); on
+// others, kernels that walk through several rows at a time reach a half to a third of its speed.
+// From kMaxSkinnyRows rows on, arithmetic takes longer, and such kernels are the faster ones.
 #pragma once
 
 #include <cstdint>
