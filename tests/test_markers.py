@@ -57,11 +57,10 @@ def test_every_combination_of_markers_is_in_a_level_and_each_level_in_the_next()
 
 
 def test_every_function_that_looks_like_a_test_is_one() -> None:
-    """In a file that pytest collects, or that a collected test runs in Triton's interpreter."""
+    """In a file that pytest collects, or that a collected test runs in another process."""
     tests = {path.name: path.read_text() for path in ROOT.glob("tests/**/*.py")}
-    run = {
-        name for text in tests.values() for name in re.findall(r'run_interpreted\("(.*?)"', text)
-    }
+    runs = re.compile(r'run_(?:interpreted|apart)\(\s*"(.*?)"')
+    run = {name for text in tests.values() for name in runs.findall(text)}
     for name, text in tests.items():
         collected = name.startswith("test_") or name in run
         assert collected or not re.search(r"^(async )?def test_", text, re.MULTILINE), name

@@ -1,17 +1,14 @@
-"""Launches of the Triton kernels, checked by a driver without a GPU: runs
-tests/support/kernels/launched.py."""
+"""Launches of the Triton kernels, checked by a driver without a GPU."""
 
-from __future__ import annotations
-
-import os
 import shutil
-import subprocess
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.kernels.interpreter import run_apart
+from support.programs import run
 
-TESTS = Path(__file__).parents[1]
+SOURCE = Path(__file__).parents[1] / "support" / "cuda" / "stub_driver.c"
 
 
 @pytest.mark.compile
@@ -19,22 +16,16 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("level", ["not full", pytest.param("full", marks=pytest.mark.full)])
 def test_all_launches_keep_the_drivers_rules(level: str, tmp_path: Path) -> None:
-    triton = pytest.importorskip("triton", minversion="3.6")
+    triton = find_spec("triton")
     compiler = shutil.which("gcc") or shutil.which("clang")  # As Triton's launcher needs.
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    source = TESTS / "support" / "cuda" / "stub_driver.c"
-    warnings = ["-Wall", "-Werror", "-Wno-sign-compare"]
-    library = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", tmp_path / "libcuda.so.1"]
-    subprocess.run([compiler, *warnings, f"-I{headers}", source, *library], check=True, timeout=60)
-    paths = [TESTS.parent, TESTS, os.environ.get("PYTHONPATH", "")]
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", level,
-         TESTS / "support" / "kernels" / "launched.py"],
-        cwd=TESTS, capture_output=True, text=True, timeout=880, check=False,
-        env={**os.environ, "PYTHONPATH": ":".join(map(str, paths)),
-             "TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path),
-             "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+    if compiler is None or triton is None or triton.origin is None:
+        pytest.skip("there is no C compiler, or no Triton")
+    headers = Path(triton.origin).parent / "backends" / "nvidia" / "include"
+    options = ["-Wall", "-Werror", "-Wno-sign-compare", "-shared", "-fPIC", f"-I{headers}"]
+    name = "libcuda.so.1"
+    run(compiler, *options, SOURCE, f"-Wl,-soname,{name}", "-o", tmp_path / name)
+    folder = str(tmp_path)
+    run_apart(
+        "launched.py", level, 880, TRITON_LIBCUDA_PATH=folder, LD_LIBRARY_PATH=folder,
+        TRITON_CACHE_DIR=str(tmp_path / "cache"),
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,5 +1,5 @@
-"""Runs a file of tests in Triton's interpreter, in a process of its own: TRITON_INTERPRET must be
-set when kernels are defined."""
+"""Runs a file of tests in a process of its own, such as in Triton's interpreter: TRITON_INTERPRET
+must be set when kernels are defined."""
 
 import os
 import re
@@ -24,14 +24,19 @@ def skip_unless_it_works(launch: Callable[[], object]) -> None:
 
 
 def run_interpreted(file: str, level: str) -> None:
-    """Run the tests in ``file`` of this folder that have the markers of ``level``, in at most 280
-    seconds; skip if the interpreter does not work here."""
+    """:func:`run_apart` in the interpreter, in at most 280 seconds; skip if that does not work."""
+    run_apart(file, level, 280, TRITON_INTERPRET="1")
+
+
+def run_apart(file: str, level: str, limit: float, **variables: str) -> None:
+    """Run the tests in ``file`` of this folder that have the markers of ``level``, in a process
+    with these environment variables, in at most ``limit`` seconds."""
     pytest.importorskip("triton", minversion="3.6")
     tests = FOLDER.parents[1]
     paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(paths)}
+    environment = {**os.environ, **variables, "PYTHONPATH": ":".join(paths)}
     options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", level, file]
-    result = python(*options, code=None, timeout=280, cwd=FOLDER, env=environment)
+    result = python(*options, code=None, timeout=limit, cwd=FOLDER, env=environment)
     reason = re.search(r"SKIPPED .*: (.* does not work .*)", result.stdout)
     if result.returncode == 5 and reason:
         pytest.skip(reason[1])
