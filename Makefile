@@ -14,6 +14,9 @@
 #   make test-oldest, make test-newest
 #                   make test-all in a copy, with the oldest supported torch and with the newest
 #                   (TORCH_INDEX: an index with CPU builds of torch)
+#   make test-cuda-build
+#                   the quick tests in a copy, with a torch that has CUDA and Python 3.12, where pip
+#                   finds both; the end of make test-all
 #   make model      the device protocols under PTX's memory model, and all states of the models of the
 #                   signal protocol; the latter need SPIN (apt-get install spin)
 #   make soak       ten thousand random collectives, a thousand killed ranks (ARGS='--help')
@@ -63,8 +66,8 @@ MODULES := $(shell find pipekernels -name '*.py') pipekernels_autoload.py
 PAGES := $(shell find docs examples -type f -not -path '*/__pycache__/*' -not -path 'docs/reference/objects/*') README.md CHANGELOG.md CONTRIBUTING.md
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
-.PHONY: demo check test test-all test-times oldest-triton test-oldest test-newest model soak bench peers \
-  lint docs cuda-check gpu-check bench-nccl wheel clean
+.PHONY: demo check test test-all test-times oldest-triton test-oldest test-newest test-cuda \
+  test-cuda-build model soak bench peers lint docs cuda-check gpu-check bench-nccl wheel clean
 
 # Python compiles what it imports; all of torch at once would take half a minute.
 PIP := $(BIN)/pip install -q --no-compile -c constraints.txt
@@ -133,6 +136,7 @@ test: $(TESTS)
 
 test-all: $(TESTS) $(OLDEST_TRITON)
 	$(SUITE) -m '$(ALL)' $(ARGS)
+	$(if $(ARGS),,$(MAKE) test-cuda-build)
 
 test-times: $(BUILT)
 	$(BIN)/python tests/support/times.py build/tests.xml $(ARGS)
@@ -145,10 +149,14 @@ $(OLDEST_TRITON): $(TOOLS) constraints-oldest.txt
 	$(BIN)/pip install -q --no-compile --no-deps --target $(@D) -r constraints-oldest.txt
 	touch $@
 
+LEVEL = $(ALL)
+CUDA_BUILD := torch==2.11.0
 # In a copy, so that the extension here stays. torch brings the Triton that it fits.
 test-oldest: TORCH := torch==2.6.0
 test-newest: TORCH := --upgrade torch
-test-oldest test-newest: test-%:
+test-cuda: TORCH := $(CUDA_BUILD)
+test-cuda: LEVEL := $(QUICK)
+test-oldest test-newest test-cuda: test-%:
 	test -d .venv-$* || $(PYTHON) -m venv .venv-$*
 	grep -vE '^(torch|triton)==' constraints.txt > .venv-$*/constraints.txt
 	.venv-$*/bin/pip install -q $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') $(TORCH)
@@ -158,7 +166,13 @@ test-oldest test-newest: test-%:
 	  | tar -x -C build/test-$*
 	cd build/test-$* && ../../.venv-$*/bin/pip install -q -c ../../.venv-$*/constraints.txt \
 	  --no-build-isolation -e '.[test,bench,demo]'
-	cd build/test-$* && ../../.venv-$*/bin/python -m pytest -m '$(ALL)' $(ARGS)
+	cd build/test-$* && ../../.venv-$*/bin/python -m pytest -m '$(LEVEL)' $(ARGS)
+
+# test-cuda, where pip and a Python are there for it: about 5 GB.
+test-cuda-build:
+	@if python3.12 -m venv .venv-cuda && .venv-cuda/bin/pip install -q '$(CUDA_BUILD)'; \
+	  then $(MAKE) test-cuda; \
+	  else echo 'skipped: a build of torch with CUDA for Python 3.12 ($(CUDA_BUILD))'; fi
 
 model:
 	$(PYTHON) csrc/model/check.py $(ARGS)
