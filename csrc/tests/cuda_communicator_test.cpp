@@ -85,20 +85,111 @@ void share_heap(Communicator& core, Communicator& reversed) {
   barrier(core);  // No rank has unmapped its peers' memory before.
 }
 
+constexpr size_t kLimit = 64 << 20;  // Of a heap that begins with a sixteenth.
+
+size_t bytes_taken() {
+  size_t bytes = 0;
+  for (const auto& [base, allocation] : fake_cuda::device().memory) bytes += allocation.bytes;
+  return bytes;
+}
+
 // A child takes device memory for its staging alone.
 void take_little_memory(Communicator& core, Communicator& reversed) {
-  const auto taken = [] {
-    size_t bytes = 0;
-    for (const auto& [base, allocation] : fake_cuda::device().memory) bytes += allocation.bytes;
-    return bytes;
-  };
   Rank parent(core);
   const size_t staging = parent.cuda.ranks().layout.heap();
-  CHECK(taken() <= kHeap + staging + 512);
+  CHECK(bytes_taken() <= kHeap + staging + 512);
   const Rank child(reversed, kHeap, &parent.cuda);
-  CHECK(taken() <= kHeap + 2 * (staging + 512));
+  CHECK(bytes_taken() <= kHeap + 2 * (staging + 512));
   const Rank orphan(reversed, kHeap);
-  CHECK(taken() > 2 * kHeap + 3 * staging);
+  CHECK(bytes_taken() > 2 * kHeap + 3 * staging);
+}
+
+// Symmetric memory grows on each rank alone, up to the limit. Peers access it in place once all
+// have learnt of it, also through a child whose ranks are in another order.
+void grow(Communicator& core, Communicator& reversed) {
+  auto parent = std::make_unique<Rank>(core, kLimit);
+  Rank child(reversed, kLimit, &parent->cuda);
+  constexpr size_t count = 50'000, mib = (1 << 20) / sizeof(float);
+  std::vector<float> ordinary(count);
+  std::vector<std::unique_ptr<CudaBuffer>> buffers;
+  // In the first part, in parts as large as all before them, in a larger one; on rank 0 alone.
+  for (const size_t size : {3, 3, 5, 30, 15}) {
+    if (parent->number() > 0) break;
+    buffers.push_back(parent->allocate(size * mib, parent->stream));
+    CHECK(buffers.back() != nullptr);
+  }
+  if (parent->number() == 0) CHECK(parent->allocate(20 * mib, parent->stream) == nullptr);
+  if (!core.is_threads()) {
+    const size_t staging = parent->cuda.ranks().layout.heap() + 512;
+    CHECK(bytes_taken() <= (parent->number() == 0 ? kLimit : kLimit / 16) + 2 * staging);
+  }
+  for (Rank* rank : {parent.get(), &child}) {
+    for (size_t i = 0; i < 5; ++i) {
+      float* data = buffers.empty() ? ordinary.data() : floats(*buffers[i]);
+      for (const Algorithm way : kFixedAlgorithms) {
+        std::fill_n(data, count, rank->number() + 1.0f);
+        rank->all_reduce(data, count, way);
+        rank->cuda.synchronize();
+        CHECK(all_are(data, count, rank->sum()));
+        barrier(core);  // The peers have learnt of all growths, or will in the same call.
+        if (!buffers.empty()) CHECK(rank->location_of(data, count) != 0);
+      }
+    }
+    if (rank != &child) parent.reset();
+  }
+  barrier(core);  // No rank has unmapped its peers' memory before.
+}
+
+// A peer that is calls ahead has launched some that cannot access what has been added meanwhile.
+void grow_behind_a_peer(Communicator& core, const SharedCounter& steps) {
+  Rank rank(core, kLimit);
+  std::vector<float> data[3];
+  if (rank.number() == 1) {
+    for (auto& each : data) each.assign(5'000, 2);
+    for (int i = 0; i < 3; ++i) {
+      if (i == 2) steps.wait_for(2);
+      rank.all_reduce(data[i].data(), 5'000);
+      if (i > 0) steps.add();
+    }
+    rank.cuda.synchronize();
+    for (const auto& each : data) CHECK(all_are(each.data(), 5'000, 3));
+    return;
+  }
+  steps.wait_for(1);
+  const auto buffer = rank.allocate(kLimit / 8 / sizeof(float), rank.stream);
+  steps.add();
+  steps.wait_for(3);
+  for (int i = 0; i < 3; ++i) {
+    float* tensor = floats(*buffer) + i * 5'000;
+    std::fill_n(tensor, 5'000, 1.0f);
+    CHECK((rank.location_of(tensor, 5'000) != 0) == (i == 2));
+    rank.all_reduce(tensor, 5'000);
+  }
+  rank.cuda.synchronize();
+  CHECK(all_are(floats(*buffer), 15'000, 3));
+}
+
+// Once a graph holds launches, which know of no later growth, data in one are copied. So they are
+// if a peer cannot map it. Without device memory, none is added.
+void grow_in_vain(Communicator& core, bool captures) {
+  Rank rank(core, kLimit);
+  std::vector<float> ordinary(100);
+  if (captures) {
+    rank.stream->begin_capture();
+    rank.all_reduce(ordinary.data(), 100);
+    rank.stream->end_capture();
+  }
+  fake_cuda::device().refuses_ipc = !captures;
+  const auto buffer = rank.allocate(kLimit / 8 / sizeof(float), rank.stream);
+  for (int i = 0; i < 3; ++i) {
+    std::fill_n(floats(*buffer), 5'000, rank.number() + 1.0f);
+    rank.all_reduce(floats(*buffer), 5'000);
+    rank.cuda.synchronize();
+    CHECK(all_are(floats(*buffer), 5'000, rank.sum()));
+    CHECK(rank.location_of(floats(*buffer), 5'000) == 0);
+  }
+  fake_cuda::device().room = 0;
+  CHECK(rank.allocate(kLimit / 4 / sizeof(float), rank.stream) == nullptr);
 }
 
 using WithOther = void (*)(Communicator& core, Communicator& reversed);
@@ -342,6 +433,12 @@ void test_processes() {
   run_processes(2, use_few_blocks);
   for (const int n : {1, 2, 3}) run_processes_twice(n, share_heap);
   run_processes_twice(2, take_little_memory);
+  for (const int n : {1, 2, 3}) run_processes_twice(n, grow);
+  const SharedCounter steps;
+  run_processes(2, [&](Communicator& core) { grow_behind_a_peer(core, steps); });
+  for (const bool captures : {false, true}) {
+    run_processes(2, [&](Communicator& core) { grow_in_vain(core, captures); });
+  }
 }
 
 void test_threads() {
@@ -355,6 +452,7 @@ void test_threads() {
   run_threads(2, reuse_memory_of_other_streams);
   run_threads(2, keep_captured_memory);
   run_threads_twice(3, share_heap);
+  for (const int n : {1, 3}) run_threads_twice(n, grow);
   // No memory, file descriptor or watcher thread is left.
   const auto& device = fake_cuda::device();
   CHECK(device.memory.empty() && device.pinned.empty() && device.events.empty());

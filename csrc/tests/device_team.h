@@ -137,7 +137,7 @@ class CpuDevices {
     ranks.timeout = timeout_;
     ranks.host = flags_[rank].get();
     for (int peer = 0; peer < layout_.ranks; ++peer) {
-      ranks.memory[peer] = ranks.heap[peer] = memory_[peer].get();
+      ranks.memory[peer] = ranks.heap[0][peer] = memory_[peer].get();
     }
     return ranks;
   }

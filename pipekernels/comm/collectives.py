@@ -294,7 +294,7 @@ class Collectives:
             shape: sizes, one by one or as one sequence.
             dtype: any but those of quantized tensors.
             device: the CPU if ``None``, or this rank's CUDA device. There, symmetric tensors take
-                at most ``PIPEKERNELS_SYMMETRIC_BYTES`` (environment variable; default 64 MiB).
+                at most ``PIPEKERNELS_SYMMETRIC_BYTES`` (environment variable; default 1 GiB).
 
         Raises:
             TypeError: ``dtype`` is not a dtype, or one of quantized tensors.

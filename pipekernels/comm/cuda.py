@@ -21,13 +21,13 @@ from pipekernels.comm.tensors import ReadyCounters, allocated, shape_digest
 _log = logging.getLogger(__name__)
 
 _VARIABLE = "PIPEKERNELS_SYMMETRIC_BYTES"
-_DEFAULT = 64 << 20
+_DEFAULT = 1 << 30
 MOST_BLOCKS = 64  # Thread blocks of a collective, as kMaxDeviceBlocks of the extension.
 DEFAULT_BLOCKS = 54  # So that those of two communicators are resident together on an A100.
 
 
 def symmetric_bytes() -> int:
-    """Bytes of device memory that a rank reserves for symmetric tensors.
+    """The most bytes of device memory that a rank takes for symmetric tensors.
 
     Raises:
         ValueError: the environment variable ``PIPEKERNELS_SYMMETRIC_BYTES`` is not valid.
@@ -121,8 +121,8 @@ class CudaBackend(NativeBackend):
         if tensor is None:
             raise RuntimeError(
                 f"no room for {sizes.numel() * dtype.itemsize} bytes of symmetric memory on "
-                f"{self.device}; drop symmetric tensors that are no longer needed, or set "
-                f"{_VARIABLE} to more than {symmetric_bytes()}"
+                f"{self.device}; drop symmetric tensors that are no longer needed, free device "
+                f"memory, or set {_VARIABLE} to more than {symmetric_bytes()}"
             )
         return tensor
 

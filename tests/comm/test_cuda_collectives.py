@@ -53,7 +53,7 @@ def test_unsupported_builds_and_devices_are_refused(monkeypatch: pytest.MonkeyPa
 
 def test_symmetric_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIPEKERNELS_SYMMETRIC_BYTES", raising=False)
-    assert cuda.symmetric_bytes() == 64 << 20
+    assert cuda.symmetric_bytes() == 1 << 30
     monkeypatch.setenv("PIPEKERNELS_SYMMETRIC_BYTES", "4096")
     assert cuda.symmetric_bytes() == 4096
     for wrong in ("", "0", "-1", "1e9", "1 GiB", str(1 << 50)):
@@ -422,9 +422,9 @@ def test_rows_that_are_never_ready(gpu: torch.device) -> None:
 def test_collected_communicators_leak_no_thread_and_no_memory(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Makes 32 communicators, each with 1/16 of the GPU's memory, and closes none."""
+    """Makes 32 communicators that begin with 1/16 of the GPU's memory, and closes none."""
     memory = torch.cuda.mem_get_info(gpu)[1]
-    monkeypatch.setenv("PIPEKERNELS_SYMMETRIC_BYTES", str(memory // 16))
+    monkeypatch.setenv("PIPEKERNELS_SYMMETRIC_BYTES", str(memory))
 
     def on_rank(comm: Communicator) -> None:
         for _ in range(4):

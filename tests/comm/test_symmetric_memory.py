@@ -22,5 +22,5 @@ def test_an_error_says_how_much_was_wanted_how_much_there_is_and_what_to_do(
     assert kept.shape == (512,)
     assert str(raised.value) == (
         "no room for 6144 bytes of symmetric memory on cuda:0; drop symmetric tensors that are no "
-        "longer needed, or set PIPEKERNELS_SYMMETRIC_BYTES to more than 4096"
+        "longer needed, free device memory, or set PIPEKERNELS_SYMMETRIC_BYTES to more than 4096"
     )

@@ -31,7 +31,8 @@ void check_world_size(int world_size) {
 
 Segment::Segment(int world_size)
     : world_size_(world_size),
-      buffers_(round_up(sizeof(Agreement) + world_size * sizeof(RankState))),
+      buffers_(
+          round_up(sizeof(Agreement) + world_size * (sizeof(RankState) + sizeof(DeviceGrowth)))),
       heaps_(round_up(buffers_ + world_size * kBuffersStride)) {}
 
 int Segment::create(int world_size, size_t one_shot_bytes) {

@@ -21,7 +21,7 @@ void add_all_gather_kernels(KernelList& kernels) { kernels.push_back(kKernel); }
 void all_gather_cuda(CudaCommunicator& communicator, const void* input, void* output, size_t count,
                      DType dtype, uint32_t shape, const CudaCaller& caller) {
   const Call call{Operation::kAllGather, dtype, {}, {}, 0, shape, count};
-  const uint64_t location = communicator.location_of(input, count * size_of(dtype));
+  const uint64_t location = communicator.location_of(input, count * size_of(dtype), caller.stream);
   communicator.launch(kKernel, plan_all_gather(communicator.ranks(), call, input, output, location),
                       caller);
 }

@@ -18,7 +18,8 @@ void reduce(CudaCommunicator& communicator, const Call& call, Algorithm algorith
   check_reducible(call.dtype, call.reduction);
   if (communicator.world_size() == 1 && gates.ready == nullptr) return communicator.check();
   const Order order = kernel_order(call, algorithm, communicator.world_size());
-  const uint64_t location = communicator.location_of(data, call.count * size_of(call.dtype));
+  const uint64_t location =
+      communicator.location_of(data, call.count * size_of(call.dtype), caller.stream);
   communicator.launch(kernel_for(call.dtype, order, algorithm),
                       plan_all_reduce(communicator.ranks(), call, algorithm, data, location, gates),
                       caller);

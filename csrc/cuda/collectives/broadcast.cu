@@ -25,7 +25,7 @@ void broadcast_cuda(CudaCommunicator& communicator, void* data, size_t count, DT
   const Algorithm algorithm = choose_broadcast(bytes, communicator.world_size());
   const auto from = static_cast<uint32_t>(root);
   const Call call{Operation::kBroadcast, dtype, {}, algorithm, from, shape, count};
-  const uint64_t location = communicator.location_of(data, bytes);
+  const uint64_t location = communicator.location_of(data, bytes, caller.stream);
   communicator.launch(kKernel, plan_broadcast(communicator.ranks(), call, data, location), caller);
 }
 

@@ -118,7 +118,7 @@ void CudaCommunicator::set_up(size_t symmetric_bytes, int most_blocks, CudaCommu
 CudaCommunicator::SharedHeap CudaCommunicator::shared_heap() {
   const auto hold = lock();
   if (closed_) return {};
-  return {heap_, heap_memory_, ranks_};
+  return {heap_, heap_memory_, ranks_, owners_};
 }
 
 // Gathers the messages of all ranks. Throws on all ranks if one of them reports a problem.
@@ -190,8 +190,11 @@ void CudaCommunicator::agree_on_layout(int most_blocks, SharedHeap& parents) {
   if (blocks < 1) throw std::runtime_error("more ranks share a GPU than it has multiprocessors");
   const auto has_none = [](const SetupMessage& each) { return each.parents_rank < 0; };
   if (std::any_of(all.begin(), all.end(), has_none)) parents = {};
-  for (int rank = 0; parents.heap && rank < core_.world_size(); ++rank) {
-    ranks_.heap[rank] = parents.ranks.heap[all[rank].parents_rank];
+  for (int rank = 0; rank < core_.world_size(); ++rank) {
+    owners_[rank] = rank;
+    if (!parents.heap) continue;
+    ranks_.heap[0][rank] = parents.ranks.heap[0][all[rank].parents_rank];
+    owners_[rank] = parents.owners[all[rank].parents_rank];
   }
   ranks_.layout = {core_.world_size(),
                    blocks,
@@ -204,14 +207,16 @@ void CudaCommunicator::agree_on_layout(int most_blocks, SharedHeap& parents) {
 
 void CudaCommunicator::share_memory(size_t symmetric_bytes, const SharedHeap& parents) {
   const size_t begin = (ranks_.layout.heap() + 511) / 512 * 512;
+  const size_t heap = parents.heap ? 0 : CudaHeap::first_bytes(symmetric_bytes);
   memory_ = std::make_shared<MappedMemory>(device_, segment_, core_.rank());
   std::shared_ptr<DeviceMemory>& own = memory_->own;
   SetupMessage mine{};
   record_error(mine.problem, [&] {
     const DeviceGuard guard(device_);
-    own = std::make_shared<DeviceMemory>(device_, parents.heap ? begin : begin + symmetric_bytes,
+    own = std::make_shared<DeviceMemory>(device_, begin + heap,
                                          core_.is_threads() ? nullptr : segment_, core_.rank());
-    heap_ = parents.heap ? parents.heap : std::make_shared<CudaHeap>(own, begin, symmetric_bytes);
+    heap_ = parents.heap ? parents.heap
+                         : std::make_shared<CudaHeap>(own, begin, symmetric_bytes, device_, core_);
     heap_memory_ = parents.heap ? parents.memory : memory_;
     const LaunchesPaused paused;
     check_cuda(cudaMemset(own->base(), 0, ranks_.layout.control_bytes()), "cudaMemset");
@@ -224,6 +229,9 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes, const SharedHeap& pa
   std::vector<SetupMessage> all;
   exchange(mine, all);
 
+  for (auto& of_peer : segment_->growth(core_.rank()).known_from) {
+    for (auto& launch : of_peer) launch.store(0, std::memory_order_relaxed);
+  }
   SetupMessage outcome{};
   record_error(outcome.problem, [&] {
     const DeviceGuard guard(device_);
@@ -232,12 +240,12 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes, const SharedHeap& pa
       if (peer == core_.rank()) {
         memory_->bases[peer] = own->base();
       } else if (core_.is_threads()) {
-        memory_->adopt(peer, *all[peer].memory);
+        memory_->bases[peer] = memory_->adopt(*all[peer].memory);
       } else {
-        memory_->open(peer, all[peer].handle);
+        memory_->bases[peer] = memory_->open(peer, all[peer].handle);
       }
       ranks_.memory[peer] = memory_->bases[peer];
-      if (!parents.heap) ranks_.heap[peer] = memory_->bases[peer];
+      if (!parents.heap) ranks_.heap[0][peer] = memory_->bases[peer];
     }
   });
   exchange(outcome, all);
@@ -254,8 +262,38 @@ std::unique_ptr<CudaBuffer> CudaCommunicator::allocate(size_t bytes, void* strea
   return std::make_unique<CudaBuffer>(heap_, data, bytes);
 }
 
-uint64_t CudaCommunicator::location_of(const void* data, size_t bytes) const {
-  return heap_ ? heap_->location_of(data, bytes) : 0;
+// Makes the growths that the ranks have published known to this rank's launches from the next one
+// on, and says so. A graph that was captured before could be replayed instead of a launch, and
+// cannot learn them; then nothing more is learnt.
+void CudaCommunicator::learn_growths(void* stream) {
+  for (int peer = 0; peer < world_size(); ++peer) {
+    const DeviceGrowth& theirs = heap_memory_->segment->growth(owners_[peer]);
+    const int count = theirs.count.load(std::memory_order_acquire);
+    if (count <= known_[peer] || captured_ || is_capturing(stream)) continue;
+    for (int i = known_[peer]; i < count; ++i) {
+      std::byte* const base = peer == rank()
+                                  ? heap_->growth(i)
+                                  : heap_memory_->growth(owners_[peer], i, core_.is_threads());
+      if (base == nullptr) continue;
+      ranks_.heap[1 + i][peer] = base;
+      segment_->growth(rank()).known_from[peer][i].store(launches_ + 1, std::memory_order_release);
+    }
+    known_[peer] = count;
+  }
+}
+
+uint64_t CudaCommunicator::location_of(const void* data, size_t bytes, void* stream) {
+  const auto hold = lock();
+  if (!heap_) return 0;
+  learn_growths(stream);
+  const uint64_t location = heap_->location_of(data, bytes);
+  const auto part = static_cast<int>(location >> kLocationBits);
+  for (int peer = 0; part > 0 && peer < world_size(); ++peer) {
+    const auto& known_from = segment_->growth(peer).known_from[rank()][part - 1];
+    const uint64_t from = known_from.load(std::memory_order_acquire);
+    if (from == 0 || from > launches_ + 1) return 0;
+  }
+  return location;
 }
 
 void CudaCommunicator::check() {
@@ -338,6 +376,7 @@ void CudaCommunicator::launch(const void* kernel, const DeviceLaunch& launch,
                               const CudaCaller& caller) {
   const auto hold = lock();
   require_usable();
+  if (!is_capturing(caller.stream)) ++launches_;
   if (core_.is_threads() && caller.may_meet) {
     launch_together(kernel, launch, caller.stream);
   } else {

@@ -38,7 +38,7 @@ void reduce_scatter_cuda(CudaCommunicator& communicator, const void* input, void
   check_reducible(dtype, reduction);
   const size_t whole = count * communicator.world_size();
   const Call call{Operation::kReduceScatter, dtype, reduction, {}, 0, shape, whole};
-  const uint64_t location = communicator.location_of(input, whole * size_of(dtype));
+  const uint64_t location = communicator.location_of(input, whole * size_of(dtype), caller.stream);
   communicator.launch(kernel_for(dtype, order_of(reduction, communicator.world_size())),
                       plan_reduce_scatter(communicator.ranks(), call, input, output, location),
                       caller);

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "host/runtime.cuh"
@@ -42,10 +43,13 @@ struct MappedMemory {
   MappedMemory(const MappedMemory&) = delete;
   MappedMemory& operator=(const MappedMemory&) = delete;
 
-  // Set `bases[peer]` for a peer that is a thread, or a process. Throw std::runtime_error if this
-  // rank's device, which is to be the current one, cannot access it.
-  void adopt(int peer, std::shared_ptr<DeviceMemory> memory);
-  void open(int peer, const cudaIpcMemHandle_t& handle);
+  // The address of memory of a peer that is a thread, or a process. Throw std::runtime_error if
+  // this rank's device, which is to be the current one, cannot access it.
+  std::byte* adopt(std::shared_ptr<DeviceMemory> memory);
+  std::byte* open(int peer, const cudaIpcMemHandle_t& handle);
+  // Maps growth `i` of the heap of `peer`, which may be this rank, if nobody has yet. Returns its
+  // address, or null if it cannot be mapped.
+  std::byte* growth(int peer, int i, bool is_threads);
 
   const int device;
   const unsigned process;
@@ -55,6 +59,10 @@ struct MappedMemory {
   std::vector<std::shared_ptr<DeviceMemory>> of_threads;  // The peers' if they are threads.
   std::vector<void*> opened;                              // The mappings if they are processes.
   std::byte* bases[kMaxDeviceRanks] = {};                 // By rank.
+
+ private:
+  std::mutex mutex_;  // Children map growths too.
+  std::byte* growths_[kMaxDeviceRanks][kGrowths] = {};
 };
 
 }  // namespace pipekernels

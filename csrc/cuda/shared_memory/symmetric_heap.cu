@@ -1,6 +1,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <mutex>
 #include <vector>
@@ -12,6 +13,8 @@
 
 namespace pipekernels {
 namespace {
+
+constexpr size_t kLeastPart = 2 << 20;  // A page of device memory.
 
 // Memory that could not be freed because other processes still had it mapped.
 struct DeferredFree {
@@ -58,6 +61,13 @@ void free_unmapped() {
     return true;
   };
   all.erase(std::remove_if(all.begin(), all.end(), try_free), all.end());
+}
+
+// Held while growths of a heap are mapped by a peer or withdrawn, as they may be of the same
+// process.
+std::mutex& growths_mutex() {
+  static std::mutex mutex;
+  return mutex;
 }
 
 void add(std::vector<void*>& streams, void* stream) {
@@ -108,22 +118,22 @@ MappedMemory::~MappedMemory() {
   cudaGetLastError();
 }
 
-void MappedMemory::adopt(int peer, std::shared_ptr<DeviceMemory> memory) {
-  bases[peer] = memory->base();
+std::byte* MappedMemory::adopt(std::shared_ptr<DeviceMemory> memory) {
+  std::byte* const base = memory->base();
   of_threads.push_back(std::move(memory));
   cudaPointerAttributes attributes;
-  check_cuda(cudaPointerGetAttributes(&attributes, bases[peer]), "cudaPointerGetAttributes");
-  if (attributes.device == device) return;
+  check_cuda(cudaPointerGetAttributes(&attributes, base), "cudaPointerGetAttributes");
+  if (attributes.device == device) return base;
   const cudaError_t status = cudaDeviceEnablePeerAccess(attributes.device, 0);
-  if (status == cudaSuccess) return;
+  if (status == cudaSuccess) return base;
   cudaGetLastError();
-  if (status == cudaErrorPeerAccessAlreadyEnabled) return;
+  if (status == cudaErrorPeerAccessAlreadyEnabled) return base;
   throw std::runtime_error("GPU " + std::to_string(device) + " cannot access GPU " +
                            std::to_string(attributes.device) + " directly (" +
                            cudaGetErrorString(status) + ")");
 }
 
-void MappedMemory::open(int peer, const cudaIpcMemHandle_t& handle) {
+std::byte* MappedMemory::open(int peer, const cudaIpcMemHandle_t& handle) {
   void* base = nullptr;
   const cudaError_t status = cudaIpcOpenMemHandle(&base, handle, cudaIpcMemLazyEnablePeerAccess);
   if (status != cudaSuccess) {
@@ -134,17 +144,109 @@ void MappedMemory::open(int peer, const cudaIpcMemHandle_t& handle) {
                              "namespace for all ranks");
   }
   opened.push_back(base);
-  bases[peer] = static_cast<std::byte*>(base);
+  return static_cast<std::byte*>(base);
+}
+
+std::byte* MappedMemory::growth(int peer, int i, bool is_threads) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::byte*& base = growths_[peer][i];
+  if (base != nullptr) return base;
+  const std::lock_guard<std::mutex> published(growths_mutex());
+  const DeviceGrowth& growth = segment->growth(peer);
+  if (growth.count.load(std::memory_order_acquire) <= i) return nullptr;
+  try {
+    const DeviceGuard guard(device);
+    if (is_threads) {
+      std::shared_ptr<DeviceMemory>* memory;
+      std::memcpy(&memory, growth.handles[i], sizeof(memory));
+      base = adopt(*memory);
+    } else {
+      cudaIpcMemHandle_t handle;
+      std::memcpy(&handle, growth.handles[i], sizeof(handle));
+      base = open(peer, handle);
+    }
+  } catch (const std::runtime_error&) {  // Data in it are copied instead.
+  }
+  return base;
 }
 
 bool DeviceMemory::is_mapped() const { return mappers_ && mapped_by_peers(*mappers_, rank_); }
 
-CudaHeap::CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t capacity)
-    : memory_(std::move(memory)),
-      base_(memory_->base() + begin),
-      begin_(begin),
-      process_(process_generation()),
-      free_list_(capacity) {}
+// ---- the heap ---------------------------------------------------------------------------------
+
+std::byte* CudaHeap::Part::base() const { return memory->base() + begin; }
+
+bool CudaHeap::Part::contains(const void* data, size_t bytes) const {
+  const std::byte *from = static_cast<const std::byte*>(data), *end = base() + free_list.capacity();
+  return from >= base() && from <= end && bytes <= size_t(end - from);
+}
+
+size_t CudaHeap::first_bytes(size_t limit) {
+  return std::min(limit, std::max(kLeastPart, limit >> kGrowths));
+}
+
+CudaHeap::CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t limit, int device,
+                   const Communicator& core)
+    : limit_(limit),
+      device_(device),
+      segment_(core.segment()),
+      rank_(core.rank()),
+      is_threads_(core.is_threads()),
+      process_(process_generation()) {
+  parts_.reserve(1 + kGrowths);
+  parts_.push_back({std::move(memory), begin, FreeList(first_bytes(limit))});
+}
+
+CudaHeap::~CudaHeap() {
+  if (process_ != process_generation()) return;
+  const std::lock_guard<std::mutex> lock(growths_mutex());
+  segment_->growth(rank_).count.store(0, std::memory_order_release);
+}
+
+bool CudaHeap::grow(size_t bytes) {
+  size_t capacity = 0;
+  for (const Part& part : parts_) capacity += part.free_list.capacity();
+  const size_t rest = limit_ - capacity;
+  if (parts_.size() > kGrowths || bytes > rest) return false;
+  const size_t least = std::min(rest, (bytes + kLeastPart - 1) / kLeastPart * kLeastPart);
+  std::shared_ptr<DeviceMemory> memory;
+  cudaIpcMemHandle_t handle;
+  size_t size = std::min(rest, std::max(least, capacity));
+  try {
+    memory = std::make_shared<DeviceMemory>(device_, size, is_threads_ ? nullptr : segment_, rank_);
+    if (!is_threads_) check_cuda(cudaIpcGetMemHandle(&handle, memory->base()), "a handle");
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+  parts_.push_back({std::move(memory), 0, FreeList(size)});
+  DeviceGrowth& growth = segment_->growth(rank_);
+  const int number = growth.count.load(std::memory_order_relaxed);
+  const auto* const in_process = &parts_.back().memory;
+  static_assert(sizeof(handle) <= sizeof(growth.handles[0]));
+  if (is_threads_) {
+    std::memcpy(growth.handles[number], &in_process, sizeof(in_process));
+  } else {
+    std::memcpy(growth.handles[number], &handle, sizeof(handle));
+  }
+  growth.count.store(number + 1, std::memory_order_release);
+  return true;
+}
+
+std::byte* CudaHeap::place(size_t bytes) {
+  do {
+    for (Part& part : parts_) {
+      if (const auto offset = part.free_list.allocate(bytes)) return part.base() + *offset;
+    }
+  } while (grow(bytes));
+  return nullptr;
+}
+
+CudaHeap::Part* CudaHeap::part_of(const void* data, size_t bytes) const {
+  const auto part = std::find_if(parts_.begin(), parts_.end(), [&](const Part& candidate) {
+    return candidate.contains(data, bytes);
+  });
+  return part == parts_.end() ? nullptr : &*part;
+}
 
 std::byte* CudaHeap::allocate(size_t bytes, void* stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -154,8 +256,8 @@ std::byte* CudaHeap::allocate(size_t bytes, void* stream) {
         "a CUDA graph is being captured in a stream that has used released symmetric memory, so "
         "another stream cannot wait for that use; allocate symmetric tensors before the capture");
   }
-  const auto offset = free_list_.allocate(bytes);
-  if (!offset) return nullptr;
+  std::byte* const block = place(bytes);
+  if (block == nullptr) return nullptr;
   for (void* other : streams_) {
     if (other == stream) continue;
     cudaEvent_t event;
@@ -164,18 +266,18 @@ std::byte* CudaHeap::allocate(size_t bytes, void* stream) {
     const cudaError_t waited =
         recorded == cudaSuccess ? cudaStreamWaitEvent(stream_of(stream), event, 0) : recorded;
     cudaEventDestroy(event);  // Takes effect when the event has completed.
-    if (waited != cudaSuccess) free_list_.release(*offset);
+    if (waited != cudaSuccess) free(block);
     check_cuda(waited, "ordering two streams");
   }
   streams_.assign(streams_.empty() ? 0 : 1, stream);
-  uses_[*offset] = {{stream}, false};
-  return base_ + *offset;
+  uses_[block] = {{stream}, false};
+  return block;
 }
 
 void CudaHeap::use(const void* data, void* stream, bool captured) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (data < base_ || data >= base_ + free_list_.capacity()) return;
-  const auto after = uses_.upper_bound(static_cast<const std::byte*>(data) - base_);
+  if (part_of(data, 1) == nullptr) return;
+  const auto after = uses_.upper_bound(static_cast<const std::byte*>(data));
   if (after == uses_.begin()) return;  // An invalid tensor: its memory has been released.
   Use& use = std::prev(after)->second;
   use.captured = use.captured || captured;
@@ -185,7 +287,7 @@ void CudaHeap::use(const void* data, void* stream, bool captured) {
 void CudaHeap::release(std::byte* block) {
   if (process_ != process_generation()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto use = uses_.find(block - base_);
+  const auto use = uses_.find(block);
   bool captured = use->second.captured;
   for (void* stream : use->second.streams) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -196,14 +298,26 @@ void CudaHeap::release(std::byte* block) {
   if (captured) return;
   for (void* stream : use->second.streams) add(streams_, stream);
   uses_.erase(use);
-  free_list_.release(block - base_);
+  free(block);
+}
+
+void CudaHeap::free(std::byte* block) {
+  Part& part = *part_of(block, 1);
+  part.free_list.release(block - part.base());
 }
 
 uint64_t CudaHeap::location_of(const void* data, size_t bytes) const {
-  const auto* begin = static_cast<const std::byte*>(data);
-  const size_t all = free_list_.capacity();
-  if (begin < base_ || begin > base_ + all || bytes > size_t(base_ + all - begin)) return 0;
-  return begin_ + (begin - base_);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Part* const part = part_of(data, bytes);
+  if (part == nullptr) return 0;
+  const auto number = static_cast<uint64_t>(part - parts_.data());
+  return number << kLocationBits |
+         static_cast<uint64_t>(static_cast<const std::byte*>(data) - part->memory->base());
+}
+
+std::byte* CudaHeap::growth(int i) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return parts_.at(1 + i).base();
 }
 
 }  // namespace pipekernels

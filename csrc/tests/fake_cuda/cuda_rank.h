@@ -60,8 +60,8 @@ struct Rank {
   explicit Rank(Communicator& core, size_t heap = kHeap, CudaCommunicator* parent = nullptr)
       : cuda(core, 0, heap, kMaxDeviceBlocks, parent), stream(fake_cuda::make_stream()) {}
 
-  uint64_t location_of(const float* data, size_t count) const {
-    return cuda.location_of(data, count * sizeof(float));
+  uint64_t location_of(const float* data, size_t count) {
+    return cuda.location_of(data, count * sizeof(float), stream);
   }
   void all_reduce(float* data, size_t count, Algorithm way = Algorithm::kTwoShot) {
     all_reduce_in(stream, data, count, way);

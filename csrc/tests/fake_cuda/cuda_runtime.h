@@ -177,6 +177,7 @@ class Device {
 
   std::mutex context;             // Held by every call that changes state.
   size_t room = size_t{1} << 30;  // Free bytes.
+  bool refuses_ipc = false;
   std::map<void*, Allocation> memory;
   std::map<void*, size_t> mapped;  // Mappings of memory of other processes.
   std::map<void*, size_t> pinned;
@@ -390,7 +391,7 @@ inline cudaError_t cudaIpcOpenMemHandle(void** base, cudaIpcMemHandle_t handle, 
   const std::string file =
       "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.fd);
   const int fd = open(file.c_str(), O_RDWR | O_CLOEXEC);
-  if (fd < 0) return cudaErrorMapResources;
+  if (fd < 0 || device.refuses_ipc) return cudaErrorMapResources;
   *base = fake_cuda::map_file(fd, handle.bytes);
   close(fd);
   device.mapped[*base] = handle.bytes;

@@ -278,7 +278,7 @@ class BlockCollective : public DeviceWaits<Team> {
   PK_HOST_DEVICE void record_data(int peer, const Descriptor& descriptor) {
     if (compared_) return;
     team_.shared().data[peer] =
-        descriptor.location == 0 ? nullptr : ranks_.heap[peer] + descriptor.location;
+        descriptor.location == 0 ? nullptr : ranks_.at(peer, descriptor.location);
   }
 
   PK_HOST_DEVICE bool compare(int peer, const DeviceCell& cell) {

@@ -47,8 +47,8 @@ inline Call on_cuda(Call call) {
 struct Descriptor {
   Call call{};
   // Where peers can read and write this rank's data. On a CPU: an offset in the segment if the
-  // ranks are processes, an address if they are threads. On CUDA: an offset in the rank's device
-  // memory. 0: peers cannot access the data, which are copied through the staging.
+  // ranks are processes, an address if they are threads. On CUDA: see kLocationBits. 0: peers
+  // cannot access the data, which are copied through the staging.
   uint64_t location = 0;
 };
 

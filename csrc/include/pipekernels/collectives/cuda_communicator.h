@@ -14,6 +14,7 @@
 // is, until the kernel of another rank times out. Ranks that are processes launch independently.
 #pragma once
 
+#include <array>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -31,10 +32,17 @@ namespace pipekernels {
 class DeviceMemory;
 struct MappedMemory;
 
-// The allocator of a rank's symmetric tensors, in a part of its device memory.
+// The allocator of a rank's symmetric tensors. It begins with a part of the rank's device memory
+// and grows by allocations that double it, up to `limit` bytes in all.
 class CudaHeap {
  public:
-  CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t capacity);
+  // `memory` has room for first_bytes(limit) at `begin`. The rank of `core` publishes growths in
+  // its segment.
+  CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t limit, int device,
+           const Communicator& core);
+  ~CudaHeap();
+  // The size of its part of the first memory.
+  static size_t first_bytes(size_t limit);
 
   // Returns a block for use in `stream`, or null if there is no room. Makes `stream` wait for the
   // work so far of the streams that have used released blocks; throws std::runtime_error if a graph
@@ -45,23 +53,38 @@ class CudaHeap {
   void use(const void* data, void* stream, bool captured);
   // Work that is in the streams of allocate() and use() by now may use the block until its end.
   void release(std::byte* block);
-  // The offset of `data` in the rank's memory, or 0 if they are not in this heap.
+  // Where peers find `data`, see kLocationBits, or 0 if they are not in this heap.
   uint64_t location_of(const void* data, size_t bytes) const;
+  std::byte* growth(int i) const;  // Its address.
 
  private:
-  const std::shared_ptr<DeviceMemory> memory_;
-  std::byte* const base_;
-  const size_t begin_;
-  const unsigned process_;
+  // One allocation's part for blocks.
+  struct Part {
+    std::shared_ptr<DeviceMemory> memory;
+    size_t begin;
+    FreeList free_list;
+    std::byte* base() const;
+    bool contains(const void* data, size_t bytes) const;
+  };
   struct Use {
     std::vector<void*> streams;
     bool captured;
   };
+  std::byte* place(size_t bytes);  // For a block; null if there is no room.
+  bool grow(size_t bytes);
+  void free(std::byte* block);
+  Part* part_of(const void* data, size_t bytes) const;
 
-  std::mutex mutex_;
-  FreeList free_list_;
-  std::map<size_t, Use> uses_;  // Of each block, by its offset.
-  std::vector<void*> streams_;  // Streams that have used released blocks.
+  const size_t limit_;
+  const int device_;
+  const std::shared_ptr<Segment> segment_;
+  const int rank_;
+  const bool is_threads_;
+  const unsigned process_;
+  mutable std::mutex mutex_;
+  mutable std::vector<Part> parts_;  // Never reallocated: threads that are peers copy `memory`.
+  std::map<const std::byte*, Use> uses_;  // Of each block.
+  std::vector<void*> streams_;            // Streams that have used released blocks.
 };
 
 // Owns a block of a CudaHeap.
@@ -93,11 +116,12 @@ struct CudaCaller {
 
 class CudaCommunicator {
  public:
-  // All ranks of `core`, which must outlive this object, construct theirs together. `most_blocks`:
-  // the most thread blocks of a kernel of this rank. `parent`: this rank's communicator that `core`
-  // was split off, or null; if it is open and on the same device on all ranks, its symmetric memory
-  // is shared, and `symmetric_bytes` ignored. Throws std::runtime_error on all ranks if one of them
-  // cannot use its device, or has another `most_blocks`.
+  // All ranks of `core`, which must outlive this object, construct theirs together; of several,
+  // only one may grow its memory. `most_blocks`: the most thread blocks of a kernel of this rank.
+  // `symmetric_bytes`: the most that its symmetric tensors may take. `parent`: this rank's
+  // communicator that `core` was split off, or null; if it is open and on the same device on all
+  // ranks, its symmetric memory is shared, and `symmetric_bytes` ignored. Throws std::runtime_error
+  // on all ranks if one of them cannot use its device, or has another `most_blocks`.
   CudaCommunicator(Communicator& core, int device, size_t symmetric_bytes,
                    int most_blocks = kMaxDeviceBlocks, CudaCommunicator* parent = nullptr);
   ~CudaCommunicator();
@@ -111,7 +135,8 @@ class CudaCommunicator {
 
   // Returns null if there is no room.
   std::unique_ptr<CudaBuffer> allocate(size_t bytes, void* stream);
-  uint64_t location_of(const void* data, size_t bytes) const;
+  // Where all peers' kernels can access `data` in the next launch, in `stream`; 0 if one cannot.
+  uint64_t location_of(const void* data, size_t bytes, void* stream);
 
   // Throws if this communicator is closed, or has failed on the device or on the CPU.
   void check();
@@ -138,6 +163,7 @@ class CudaCommunicator {
     std::shared_ptr<CudaHeap> heap;
     std::shared_ptr<MappedMemory> memory;
     DeviceRanks ranks;
+    std::array<int, kMaxDeviceRanks> owners;
   };
 
   void set_up(size_t symmetric_bytes, int most_blocks, CudaCommunicator* parent);
@@ -146,6 +172,7 @@ class CudaCommunicator {
   void agree_on_layout(int most_blocks, SharedHeap& parents);
   void share_memory(size_t symmetric_bytes, const SharedHeap& parents);
   void exchange(SetupMessage& mine, std::vector<SetupMessage>& all);
+  void learn_growths(void* stream);
   void enqueue(const void* kernel, const DeviceLaunch& launch, void* stream);
   void record(void* stream);
   void launch_together(const void* kernel, const DeviceLaunch& launch, void* stream);
@@ -166,6 +193,9 @@ class CudaCommunicator {
   std::shared_ptr<MappedMemory> memory_;
   std::shared_ptr<MappedMemory> heap_memory_;  // With the heap; a parent's, or `memory_`.
   std::shared_ptr<CudaHeap> heap_;
+  std::array<int, kMaxDeviceRanks> owners_{};  // Of each rank, its number in `heap_memory_`.
+  std::array<int, kMaxDeviceRanks> known_{};   // How many growths of each rank have been mapped.
+  uint64_t launches_ = 0;                      // That were not captured.
   std::unique_ptr<HostFlags, FreeFlags> flags_{nullptr, FreeFlags{process_}};
   std::unique_ptr<Events> events_;
 

@@ -4,7 +4,8 @@
 //
 //   [ control | thread block states | cells | inboxes | staging per thread block | symmetric heap ]
 //
-// A communicator that was split off another one uses the heap of that one instead.
+// A communicator that was split off another one uses the heap of that one instead. The heap grows
+// by further allocations, see CudaHeap.
 //
 // Thread block b of a rank synchronises only with thread block b of every other rank. Each block
 // index has its own cells, inboxes, counters and staging, so calls may differ in their number of
@@ -17,10 +18,10 @@
 
 #include "pipekernels/collectives/call.h"
 #include "pipekernels/host/host_device.h"
+#include "pipekernels/shared_memory/device_growth.h"
 
 namespace pipekernels {
 
-constexpr int kMaxDeviceRanks = 32;   // A kernel's parameters hold an address per rank.
 constexpr int kMaxDeviceBlocks = 64;  // Per rank.
 
 // Numbers of staging buffers per thread block, and of slots per ring mailbox; compare segment.h.
@@ -161,6 +162,10 @@ struct HostFlags {
   }
 };
 
+// The bits of a Descriptor's location on CUDA that are an offset. Those above are 0 for an offset
+// in the rank's first allocation, i + 1 in growth i of its heap.
+constexpr int kLocationBits = 48;
+
 // The communicator, as a rank's kernels see it.
 struct DeviceRanks {
   DeviceLayout layout;
@@ -168,7 +173,13 @@ struct DeviceRanks {
   uint64_t timeout;                    // Nanoseconds, for each wait.
   HostFlags* host;                     // As mapped on this rank's device.
   std::byte* memory[kMaxDeviceRanks];  // Of each rank, as mapped on this rank's device.
-  std::byte* heap[kMaxDeviceRanks];    // What locations count from: `memory`, or a parent's.
+  // What locations count from: `memory` or a parent's, and the growths, null where not yet mapped.
+  std::byte* heap[1 + kGrowths][kMaxDeviceRanks];
+
+  PK_HOST_DEVICE std::byte* at(int peer, uint64_t location) const {
+    return heap[location >> kLocationBits][peer] +
+           (location & ((uint64_t{1} << kLocationBits) - 1));
+  }
 };
 
 // Counters by which the kernel that writes a tensor tells how far it has come. Elements

@@ -3,7 +3,9 @@
 // It is an anonymous memory file (memfd). Every rank that is a process maps it; ranks that are
 // threads share one mapping. The file disappears with its last mapping:
 //
-//   [ agreement | state of rank 0 .. n-1 | buffers of rank 0 .. n-1 | symmetric heap of rank 0 .. ]
+//   [ agreement | state of rank 0 .. n-1 | device growth of rank 0 .. n-1 | buffers of rank 0 ..
+//   n-1 |
+//     symmetric heap of rank 0 .. ]
 //
 // Pages are allocated when they are first touched, so unused heaps cost only address space.
 #pragma once
@@ -14,6 +16,7 @@
 #include <memory>
 
 #include "pipekernels/collectives/call.h"
+#include "pipekernels/shared_memory/device_growth.h"
 #include "pipekernels/shared_memory/signal.h"
 
 namespace pipekernels {
@@ -91,6 +94,11 @@ class Segment {
   const Agreement& agreement() const { return *reinterpret_cast<const Agreement*>(base_); }
   RankState& state(int rank) const {
     return reinterpret_cast<RankState*>(base_ + sizeof(Agreement))[rank];
+  }
+  // Of ranks below kMaxDeviceRanks.
+  DeviceGrowth& growth(int rank) const {
+    return reinterpret_cast<DeviceGrowth*>(base_ + sizeof(Agreement) +
+                                           world_size_ * sizeof(RankState))[rank];
   }
   std::byte* staging(int rank, uint64_t round) const {
     return buffers(rank) + round % kStagingSets * kStagingBytes;
