@@ -109,16 +109,14 @@ void CudaCommunicator::set_up(size_t symmetric_bytes, int most_blocks, CudaCommu
   }
   ranks_.rank = core_.rank();
   ranks_.timeout = static_cast<uint64_t>(core_.timeout().count() * 1e9);
-  SharedHeap parents{};
-  if (parent != nullptr && parent->device_ == device_) parents = parent->shared_heap();
-  agree_on_layout(most_blocks, parents);
-  share_memory(symmetric_bytes, parents);
+  const bool shares = parent != nullptr && parent->device_ == device_;
+  agree_on_layout(most_blocks, shares ? parent->shared_memory() : SymmetricMemory{});
+  share_memory(symmetric_bytes);
 }
 
-CudaCommunicator::SharedHeap CudaCommunicator::shared_heap() {
+SymmetricMemory CudaCommunicator::shared_memory() {
   const auto hold = lock();
-  if (closed_) return {};
-  return {heap_, heap_memory_, ranks_, owners_};
+  return closed_ ? SymmetricMemory{} : symmetric_;
 }
 
 // Gathers the messages of all ranks. Throws on all ranks if one of them reports a problem.
@@ -146,11 +144,11 @@ void record_error(char (&problem)[200], Work work) {
 
 }  // namespace
 
-// If all ranks can share their parents' heaps, sets the addresses of these, else clears `parents`.
-void CudaCommunicator::agree_on_layout(int most_blocks, SharedHeap& parents) {
+// If all ranks can share their parents' heaps, they do.
+void CudaCommunicator::agree_on_layout(int most_blocks, SymmetricMemory parents) {
   SetupMessage mine{};
   mine.most_blocks = most_blocks;
-  mine.parents_rank = parents.heap ? parents.ranks.rank : -1;
+  mine.parents_rank = parents.heap ? parents.rank : -1;
   record_error(mine.problem, [&] {
     const LaunchesPaused paused;
     const DeviceGuard guard(device_);
@@ -185,29 +183,23 @@ void CudaCommunicator::agree_on_layout(int most_blocks, SharedHeap& parents) {
     const auto sharers = std::count_if(all.begin(), all.end(), [&](const SetupMessage& other) {
       return std::memcmp(&other.device, &each.device, sizeof(each.device)) == 0;
     });
+    if (each.parents_rank < 0) parents = {};
     blocks = std::min(blocks, each.multiprocessors / static_cast<int>(sharers));
   }
   if (blocks < 1) throw std::runtime_error("more ranks share a GPU than it has multiprocessors");
-  const auto has_none = [](const SetupMessage& each) { return each.parents_rank < 0; };
-  if (std::any_of(all.begin(), all.end(), has_none)) parents = {};
-  for (int rank = 0; rank < core_.world_size(); ++rank) {
-    owners_[rank] = rank;
-    if (!parents.heap) continue;
-    ranks_.heap[0][rank] = parents.ranks.heap[0][all[rank].parents_rank];
-    owners_[rank] = parents.owners[all[rank].parents_rank];
+  const int n = core_.world_size();
+  for (int rank = 0; rank < n; ++rank) {
+    symmetric_.owners[rank] = parents.heap ? parents.owners[all[rank].parents_rank] : rank;
   }
-  ranks_.layout = {core_.world_size(),
-                   blocks,
-                   kSetBytes,
-                   kSlotBytes,
-                   kMinChunkBytes,
-                   kInboxBytes,
-                   push_limit(core_.world_size())};
+  symmetric_.rank = core_.rank();
+  symmetric_.heap = std::move(parents.heap);
+  symmetric_.mapped = std::move(parents.mapped);
+  ranks_.layout = {n, blocks, kSetBytes, kSlotBytes, kMinChunkBytes, kInboxBytes, push_limit(n)};
 }
 
-void CudaCommunicator::share_memory(size_t symmetric_bytes, const SharedHeap& parents) {
+void CudaCommunicator::share_memory(size_t symmetric_bytes) {
   const size_t begin = (ranks_.layout.heap() + 511) / 512 * 512;
-  const size_t heap = parents.heap ? 0 : CudaHeap::first_bytes(symmetric_bytes);
+  const size_t heap = symmetric_.heap ? 0 : CudaHeap::first_bytes(symmetric_bytes);
   memory_ = std::make_shared<MappedMemory>(device_, segment_, core_.rank());
   std::shared_ptr<DeviceMemory>& own = memory_->own;
   SetupMessage mine{};
@@ -215,9 +207,10 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes, const SharedHeap& pa
     const DeviceGuard guard(device_);
     own = std::make_shared<DeviceMemory>(device_, begin + heap,
                                          core_.is_threads() ? nullptr : segment_, core_.rank());
-    heap_ = parents.heap ? parents.heap
-                         : std::make_shared<CudaHeap>(own, begin, symmetric_bytes, device_, core_);
-    heap_memory_ = parents.heap ? parents.memory : memory_;
+    if (!symmetric_.heap) {
+      symmetric_.heap = std::make_shared<CudaHeap>(own, begin, symmetric_bytes, device_, core_);
+      symmetric_.mapped = memory_;
+    }
     const LaunchesPaused paused;
     check_cuda(cudaMemset(own->base(), 0, ranks_.layout.control_bytes()), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
@@ -229,9 +222,7 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes, const SharedHeap& pa
   std::vector<SetupMessage> all;
   exchange(mine, all);
 
-  for (auto& of_peer : segment_->growth(core_.rank()).known_from) {
-    for (auto& launch : of_peer) launch.store(0, std::memory_order_relaxed);
-  }
+  segment_->growth(core_.rank()).forget();
   SetupMessage outcome{};
   record_error(outcome.problem, [&] {
     const DeviceGuard guard(device_);
@@ -245,7 +236,7 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes, const SharedHeap& pa
         memory_->bases[peer] = memory_->open(peer, all[peer].handle);
       }
       ranks_.memory[peer] = memory_->bases[peer];
-      if (!parents.heap) ranks_.heap[0][peer] = memory_->bases[peer];
+      ranks_.heap[0][peer] = symmetric_.mapped->bases[symmetric_.owners[peer]];
     }
   });
   exchange(outcome, all);
@@ -257,43 +248,19 @@ std::unique_ptr<CudaBuffer> CudaCommunicator::allocate(size_t bytes, void* strea
   const auto hold = lock();
   require_usable();
   const DeviceGuard guard(device_);
-  std::byte* data = heap_->allocate(bytes, stream);
-  if (data == nullptr) return nullptr;
-  return std::make_unique<CudaBuffer>(heap_, data, bytes);
-}
-
-// Makes the growths that the ranks have published known to this rank's launches from the next one
-// on, and says so. A graph that was captured before could be replayed instead of a launch, and
-// cannot learn them; then nothing more is learnt.
-void CudaCommunicator::learn_growths(void* stream) {
-  for (int peer = 0; peer < world_size(); ++peer) {
-    const DeviceGrowth& theirs = heap_memory_->segment->growth(owners_[peer]);
-    const int count = theirs.count.load(std::memory_order_acquire);
-    if (count <= known_[peer] || captured_ || is_capturing(stream)) continue;
-    for (int i = known_[peer]; i < count; ++i) {
-      std::byte* const base = peer == rank()
-                                  ? heap_->growth(i)
-                                  : heap_memory_->growth(owners_[peer], i, core_.is_threads());
-      if (base == nullptr) continue;
-      ranks_.heap[1 + i][peer] = base;
-      segment_->growth(rank()).known_from[peer][i].store(launches_ + 1, std::memory_order_release);
-    }
-    known_[peer] = count;
-  }
+  std::byte* data = symmetric_.heap->allocate(bytes, stream);
+  return data ? std::make_unique<CudaBuffer>(symmetric_.heap, data, bytes) : nullptr;
 }
 
 uint64_t CudaCommunicator::location_of(const void* data, size_t bytes, void* stream) {
   const auto hold = lock();
-  if (!heap_) return 0;
-  learn_growths(stream);
-  const uint64_t location = heap_->location_of(data, bytes);
-  const auto part = static_cast<int>(location >> kLocationBits);
-  for (int peer = 0; part > 0 && peer < world_size(); ++peer) {
-    const auto& known_from = segment_->growth(peer).known_from[rank()][part - 1];
-    const uint64_t from = known_from.load(std::memory_order_acquire);
-    if (from == 0 || from > launches_ + 1) return 0;
+  if (!symmetric_.heap) return 0;
+  // A captured launch, which may be replayed in place of a later one, keeps the addresses that were
+  // known then. So after the first nothing is learnt.
+  if (symmetric_.has_grown(world_size()) && !captured_ && !is_capturing(stream)) {
+    symmetric_.learn(core_, ranks_, launches_);
   }
-  return location;
+  return symmetric_.location_of(core_, data, bytes, launches_);
 }
 
 void CudaCommunicator::check() {
@@ -376,7 +343,6 @@ void CudaCommunicator::launch(const void* kernel, const DeviceLaunch& launch,
                               const CudaCaller& caller) {
   const auto hold = lock();
   require_usable();
-  if (!is_capturing(caller.stream)) ++launches_;
   if (core_.is_threads() && caller.may_meet) {
     launch_together(kernel, launch, caller.stream);
   } else {
@@ -396,9 +362,10 @@ void CudaCommunicator::enqueue(const void* kernel, const DeviceLaunch& launch, v
   check_cuda(cudaLaunchKernel(kernel, dim3(launch.blocks), dim3(kDeviceThreads), arguments, 0,
                               stream_of(stream)),
              "launching a collective");
-  heap_->use(launch.input, stream, captured);
-  heap_->use(launch.output, stream, captured);
+  symmetric_.heap->use(launch.input, stream, captured);
+  symmetric_.heap->use(launch.output, stream, captured);
   captured_ = captured_ || captured;
+  launches_ += !captured;
 }
 
 void CudaCommunicator::record(void* stream) {
@@ -512,7 +479,7 @@ void CudaCommunicator::tear_down() {
   int previous = device_;
   cudaGetDevice(&previous);
   cudaSetDevice(device_);
-  heap_memory_.reset();
+  symmetric_.mapped.reset();
   const std::weak_ptr<MappedMemory> shared = memory_;
   const std::shared_ptr<DeviceMemory> own = memory_ ? memory_->own : nullptr;
   memory_.reset();
@@ -522,7 +489,7 @@ void CudaCommunicator::tear_down() {
   while (own && shared.expired() && own->is_mapped() && Clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  heap_.reset();
+  symmetric_.heap.reset();
   events_.reset();
   if (wake_ >= 0) ::close(wake_);
   wake_ = -1;

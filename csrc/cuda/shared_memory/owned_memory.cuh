@@ -61,7 +61,7 @@ struct MappedMemory {
   std::byte* bases[kMaxDeviceRanks] = {};                 // By rank.
 
  private:
-  std::mutex mutex_;  // Children map growths too.
+  std::mutex mutex_;  // Communicators that were split off map growths as well.
   std::byte* growths_[kMaxDeviceRanks][kGrowths] = {};
 };
 

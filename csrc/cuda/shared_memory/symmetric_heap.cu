@@ -320,4 +320,41 @@ std::byte* CudaHeap::growth(int i) const {
   return parts_.at(1 + i).base();
 }
 
+// ---- the memory of all ranks ------------------------------------------------------------------
+
+bool SymmetricMemory::has_grown(int world_size) const {
+  for (int peer = 0; peer < world_size; ++peer) {
+    const auto& count = mapped->segment->growth(owners[peer]).count;
+    if (count.load(std::memory_order_acquire) > known[peer]) return true;
+  }
+  return false;
+}
+
+void SymmetricMemory::learn(const Communicator& core, DeviceRanks& ranks, uint64_t launch) {
+  for (int peer = 0; peer < core.world_size(); ++peer) {
+    const auto& count = mapped->segment->growth(owners[peer]).count;
+    for (const int end = count.load(std::memory_order_acquire); known[peer] < end; ++known[peer]) {
+      const int i = known[peer];
+      std::byte* const base =
+          peer == rank ? heap->growth(i) : mapped->growth(owners[peer], i, core.is_threads());
+      if (base == nullptr) continue;
+      ranks.heap[1 + i][peer] = base;
+      auto& known_from = core.segment()->growth(rank).known_from[peer][i];
+      known_from.store(launch + 1, std::memory_order_release);
+    }
+  }
+}
+
+uint64_t SymmetricMemory::location_of(const Communicator& core, const void* data, size_t bytes,
+                                      uint64_t launch) const {
+  const uint64_t location = heap->location_of(data, bytes);
+  const auto part = static_cast<int>(location >> kLocationBits);
+  for (int peer = 0; part > 0 && peer < core.world_size(); ++peer) {
+    const auto& known_from = core.segment()->growth(peer).known_from[rank][part - 1];
+    const uint64_t from = known_from.load(std::memory_order_acquire);
+    if (from == 0 || launch + 1 < from) return 0;
+  }
+  return location;
+}
+
 }  // namespace pipekernels

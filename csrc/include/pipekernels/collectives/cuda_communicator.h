@@ -105,6 +105,25 @@ class CudaBuffer {
   const size_t bytes_;
 };
 
+// The symmetric memory of a communicator's ranks, as one of them sees it. A communicator that was
+// split off another one shares that one's `heap` and `mapped`.
+struct SymmetricMemory {
+  std::shared_ptr<CudaHeap> heap;  // This rank's.
+  std::shared_ptr<MappedMemory> mapped;
+  int rank;
+  int owners[kMaxDeviceRanks];  // Of each rank, its number in `mapped`.
+  int known[kMaxDeviceRanks];   // How many growths of each rank learn() has seen.
+
+  // Whether a rank has added memory that learn() has not seen.
+  bool has_grown(int world_size) const;
+  // Writes the addresses of added memory to `ranks`, and tells the peers that the launches of this
+  // rank from number `launch` on know them.
+  void learn(const Communicator& core, DeviceRanks& ranks, uint64_t launch);
+  // Where all peers can access `data` in launch number `launch`, or 0.
+  uint64_t location_of(const Communicator& core, const void* data, size_t bytes,
+                       uint64_t launch) const;
+};
+
 // The context of a call of a collective.
 struct CudaCaller {
   void* stream;
@@ -158,21 +177,12 @@ class CudaCommunicator {
     void operator()(HostFlags* flags) const;
   };
 
-  // The symmetric memory of a communicator, and where its ranks see each other's.
-  struct SharedHeap {
-    std::shared_ptr<CudaHeap> heap;
-    std::shared_ptr<MappedMemory> memory;
-    DeviceRanks ranks;
-    std::array<int, kMaxDeviceRanks> owners;
-  };
-
   void set_up(size_t symmetric_bytes, int most_blocks, CudaCommunicator* parent);
-  // The heap that a child may share; without one if this communicator is closed.
-  SharedHeap shared_heap();
-  void agree_on_layout(int most_blocks, SharedHeap& parents);
-  void share_memory(size_t symmetric_bytes, const SharedHeap& parents);
+  // What a child may share; without a heap if this communicator is closed.
+  SymmetricMemory shared_memory();
+  void agree_on_layout(int most_blocks, SymmetricMemory parents);
+  void share_memory(size_t symmetric_bytes);
   void exchange(SetupMessage& mine, std::vector<SetupMessage>& all);
-  void learn_growths(void* stream);
   void enqueue(const void* kernel, const DeviceLaunch& launch, void* stream);
   void record(void* stream);
   void launch_together(const void* kernel, const DeviceLaunch& launch, void* stream);
@@ -191,11 +201,8 @@ class CudaCommunicator {
   const std::shared_ptr<Segment> segment_;
   DeviceRanks ranks_{};
   std::shared_ptr<MappedMemory> memory_;
-  std::shared_ptr<MappedMemory> heap_memory_;  // With the heap; a parent's, or `memory_`.
-  std::shared_ptr<CudaHeap> heap_;
-  std::array<int, kMaxDeviceRanks> owners_{};  // Of each rank, its number in `heap_memory_`.
-  std::array<int, kMaxDeviceRanks> known_{};   // How many growths of each rank have been mapped.
-  uint64_t launches_ = 0;                      // That were not captured.
+  SymmetricMemory symmetric_{};  // With the memory of a parent, or `memory_`.
+  uint64_t launches_ = 0;        // That were not captured.
   std::unique_ptr<HostFlags, FreeFlags> flags_{nullptr, FreeFlags{process_}};
   std::unique_ptr<Events> events_;
 

@@ -95,7 +95,7 @@ class Segment {
   RankState& state(int rank) const {
     return reinterpret_cast<RankState*>(base_ + sizeof(Agreement))[rank];
   }
-  // Of ranks below kMaxDeviceRanks.
+  // To be used only if there are at most kMaxDeviceRanks.
   DeviceGrowth& growth(int rank) const {
     return reinterpret_cast<DeviceGrowth*>(base_ + sizeof(Agreement) +
                                            world_size_ * sizeof(RankState))[rank];
