@@ -151,15 +151,17 @@ $(OLDEST_TRITON): $(TOOLS) constraints-oldest.txt
 
 LEVEL = $(ALL)
 CUDA_BUILD := torch==2.11.0
-# In a copy, so that the extension here stays. torch brings the Triton that it fits.
+# In a copy, so that the extension here stays. torch brings the Triton that it fits, and may want an
+# older setuptools.
 test-oldest: TORCH := torch==2.6.0
 test-newest: TORCH := --upgrade torch
 test-cuda: TORCH := $(CUDA_BUILD)
 test-cuda: LEVEL := $(QUICK)
 test-oldest test-newest test-cuda: test-%:
 	test -d .venv-$* || $(PYTHON) -m venv .venv-$*
-	grep -vE '^(torch|triton)==' constraints.txt > .venv-$*/constraints.txt
 	.venv-$*/bin/pip install -q $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') $(TORCH)
+	grep -vE '^(torch|triton|setuptools)==' constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/pip freeze | grep '^torch==' >> .venv-$*/constraints.txt
 	.venv-$*/bin/pip install -q -c .venv-$*/constraints.txt setuptools pybind11 cmake ninja
 	rm -rf build/test-$* && mkdir -p build/test-$*
 	tar -c --exclude='./.git' --exclude='./.venv*' --exclude=./build --exclude='*.so' . \
