@@ -5,7 +5,8 @@ comes first in memory, its split copies nothing: that row shows the cost of a co
 ``.to()`` of every part, and of the result of ``torch.cat``.
 
 On a GPU the time is that of the kernels alone, beside a copy from device to device of as many
-bytes; ``called`` is what a caller waits for, allocations and launches included. Tensors smaller
+bytes; ``called`` is what a caller waits for, allocations and launches included, and ``one by one``
+copies each micro-batch to its place when it is there, as `Pipe` does with outputs. Tensors smaller
 than the L2 cache stay there, for all candidates.
 """
 
@@ -83,7 +84,8 @@ ON_GPU = {
     ),
 }
 CASES = ON_CPU | ON_GPU
-CANDIDATES = {f"{name}: {way}": ("ours", "torch") for name in ON_CPU for way in ("split", "concat")}
+WAYS = ("split", "concat")
+CANDIDATES = {f"{name}: {way}": ("ours", "torch") for name in ON_CPU for way in WAYS}
 QUICK = {
     case: CANDIDATES[case]
     for case in (
@@ -92,12 +94,9 @@ QUICK = {
         "16 MiB, transposed: split",
     )
 }
-GPU = {
-    f"{name}: {way}{called}": ("ours", "torch") if called else ("ours", "torch", "copy")
-    for name in ON_GPU
-    for way in ("split", "concat")
-    for called in ("", ", called")
-}
+GPU = {f"{name}: {way}": ("ours", "torch", "copy") for name in ON_GPU for way in WAYS}
+GPU |= {f"{name}: split, called": ("ours", "torch") for name in ON_GPU}
+GPU |= {f"{name}: concat, called": ("ours", "torch", "one by one") for name in ON_GPU}
 GPU_QUICK = GPU
 
 
@@ -136,13 +135,20 @@ def ways(case: Case, way: str, tensors: list[Tensor]) -> tuple[dict[str, Callabl
         wholes = (torch.cat(group, dim) for group in zip(*parts, strict=True))
         return [whole if back is None else whole.to(back) for whole in wholes]
 
+    def concat_one_by_one() -> Any:
+        wholes = [torch.empty_like(tensor) for tensor in tensors]
+        for whole, group in zip(wholes, zip(*parts, strict=True), strict=True):
+            for place, part in zip(whole.chunk(CHUNKS, dim), group, strict=True):
+                place.copy_(part)
+        return wholes
+
     found: dict[str, Callable[[], Any]]
     if way == "split":
         ours = functools.partial(split_micro_batches, tensors, CHUNKS, dim, dtype=there)
         found = {"ours": ours, "torch": split_by_torch}
     else:
         ours = functools.partial(concat_micro_batches, parts, dim, dtype=back)
-        found = {"ours": ours, "torch": concat_by_torch}
+        found = {"ours": ours, "torch": concat_by_torch, "one by one": concat_one_by_one}
     return found | {"copy": copy()}, size
 
 

@@ -237,6 +237,15 @@ def test_outputs_have_memory_of_their_own(chunks: int, place: torch.device) -> N
     assert torch.equal(x, torch.ones(4, 2, 1))
 
 
+def test_a_layer_that_returns_the_same_memory_each_time(place: torch.device) -> None:
+    """So outputs are copied as they come: at the end, each would be the last one."""
+    memory = torch.empty(2, 3, device=place)
+    pipe = pipe_of(FunctionLayer(lambda x: memory.copy_(x)), device=place, chunks=4)
+    x = torch.rand(8, 3)
+    with torch.no_grad():
+        assert torch.equal(pipe(x.to(place)).cpu(), x)
+
+
 def test_an_empty_batch(place: torch.device) -> None:
     pipe = on(place, mlp(), [2, 3], chunks=4)
     output = pipe(torch.empty(0, 6, dtype=torch.float64))
