@@ -142,14 +142,12 @@ def ways(case: Case, way: str, tensors: list[Tensor]) -> tuple[dict[str, Callabl
                 place.copy_(part)
         return wholes
 
-    found: dict[str, Callable[[], Any]]
     if way == "split":
         ours = functools.partial(split_micro_batches, tensors, CHUNKS, dim, dtype=there)
-        found = {"ours": ours, "torch": split_by_torch}
-    else:
-        ours = functools.partial(concat_micro_batches, parts, dim, dtype=back)
-        found = {"ours": ours, "torch": concat_by_torch, "one by one": concat_one_by_one}
-    return found | {"copy": copy()}, size
+        return {"ours": ours, "torch": split_by_torch, "copy": copy()}, size
+    ours = functools.partial(concat_micro_batches, parts, dim, dtype=back)
+    others = {"torch": concat_by_torch, "one by one": concat_one_by_one, "copy": copy()}
+    return {"ours": ours, **others}, size
 
 
 def wrong_elements(ours: Any, theirs: Any, way: str) -> int:

@@ -1,7 +1,5 @@
 """The comparison with NCCL, with Gloo in its place on CPU ranks, through the same code."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What happens when a rank's symmetric memory on CUDA is full (on a pretended GPU)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.cuda.host_time import DEVICE, Native, pretended_gpu

@@ -239,9 +239,8 @@ def test_outputs_have_memory_of_their_own(chunks: int, place: torch.device) -> N
 
 def test_a_layer_that_returns_the_same_memory_each_time(place: torch.device) -> None:
     """So outputs are copied as they come: at the end, each would be the last one."""
-    memory = torch.empty(2, 3, device=place)
-    pipe = pipe_of(FunctionLayer(lambda x: memory.copy_(x)), device=place, chunks=4)
-    x = torch.rand(8, 3)
+    memory, x = torch.empty(2, 3, device=place), torch.rand(8, 3)
+    pipe = pipe_of(FunctionLayer(memory.copy_), device=place, chunks=4)
     with torch.no_grad():
         assert torch.equal(pipe(x.to(place)).cpu(), x)
 

@@ -1,7 +1,5 @@
 """A budget of lines for each room, as tinygrad's sz.py has: only a decision raises one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

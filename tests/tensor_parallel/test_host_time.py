@@ -1,7 +1,5 @@
 """What the host does for an eager row-parallel layer on a GPU (a pretended one)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -10,8 +10,6 @@ is only right on one rank.
 ``torch.nn.functional.linear``; ``--profile`` lists the functions.
 """
 
-from __future__ import annotations
-
 import cProfile
 import pstats
 import sys
