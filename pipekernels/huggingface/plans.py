@@ -110,7 +110,7 @@ def _adapted(model: nn.Module, words: Mapping[str, str], config: Any) -> dict[st
     return {
         pattern: f"{word}:{size}" if word == "mla_kv_a_proj" else word
         for pattern, word in words.items()
-        if not (has_indexer and ".self_attn" in pattern)
+        if not (has_indexer and ".self_attn" in pattern) and word != "moe_identity_expert"
     }
 
 

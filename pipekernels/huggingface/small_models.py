@@ -61,8 +61,14 @@ _SIZES = (
         unpadded_vocab_size encoder_hash_byte_group_vocab
         """,
     ),
-    (16, "kv_lora_rank q_lora_rank qk_head_dim"),
-    (8, "qk_nope_head_dim qk_rope_head_dim v_head_dim"),
+    (2 * WIDTH, "mamba_d_ssm"),
+    (
+        16,
+        """
+        kv_lora_rank q_lora_rank qk_head_dim attention_head_dim mamba_d_state mamba_chunk_size
+        """,
+    ),
+    (8, "qk_nope_head_dim qk_rope_head_dim v_head_dim mamba_n_heads mamba_d_head mamba_headdim"),
     (
         1,
         """
@@ -112,6 +118,10 @@ def small_config(config: Any, *, filled: bool = False) -> Any:
         fields |= {name: _FIELDS[name] for name in missing}
         if "layer_types" in kept and not kept["layer_types"]:
             fields["layer_types"] = ["full_attention"] * LAYERS
+        if set(fields.get("layer_types") or ()) == {"linear_attention"}:
+            fields["layer_types"] = ["linear_attention", "full_attention"]
+        if "attn_layer_indices" in kept and not kept["attn_layer_indices"]:
+            fields["attn_layer_indices"] = [LAYERS - 1]
         rope = kept.get("rope_parameters")
         if rope and "rope_type" in rope:
             count = int(8 * rope.get("partial_rotary_factor", 1)) // 2

@@ -51,6 +51,17 @@ def is_experts(module: nn.Module) -> bool:
     return [m.dim() for m in matrices if m is not None] == [3, 3]
 
 
+class _Share(nn.Identity):
+    """An expert that passes its input on: what each of ``ranks`` adds to their sum."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input / self.ranks
+
+
 class ParallelExperts(ShardedLayer):
     """A rank's part of a module of experts whose weights are stacked, as those of transformers.
 
@@ -68,8 +79,8 @@ class ParallelExperts(ShardedLayer):
 
     The forward takes hidden states ``[T, H]``, the chosen experts ``[T, K]`` (integers), and their
     weights ``[T, K]``, all the same on every rank, and gives ``[T, H]`` on every rank. A module
-    that takes hidden states only, already sorted by experts and scaled, runs its own forward on
-    each rank's slices.
+    that takes hidden states only, already sorted by experts and scaled, or that has experts
+    without weights (``identity_expert``), runs its own forward on each rank's slices.
 
     Raises:
         TypeError: ``comm`` is not a communicator, or ``experts`` has hooks.
@@ -115,6 +126,8 @@ class ParallelExperts(ShardedLayer):
         # The full module, with this rank's parameters; in a tuple it is not a submodule.
         template = copy.copy(experts)
         template._parameters = self._parameters
+        if hasattr(experts, "identity_expert"):
+            template._modules = experts._modules | {"identity_expert": _Share(comm.world_size)}
         self._template = (template,)
         self.train(experts.training)
 
@@ -176,7 +189,10 @@ class ParallelExperts(ShardedLayer):
             )
         x = copy_to_ranks(hidden_states, self.comm)
         if not self.is_routed:
-            own: Tensor = self._template[0].forward(x)
+            routing: tuple[Tensor, ...] = ()
+            if top_k_index is not None and top_k_weights is not None:
+                routing = top_k_index, copy_to_ranks(top_k_weights, self.comm)
+            own: Tensor = self._template[0].forward(x, *routing)
             return reduce_from_ranks(own, self.comm)
         if top_k_index is None or top_k_weights is None:
             raise TypeError(f"{self._described()} takes hidden states, chosen experts and weights")
@@ -259,6 +275,8 @@ class ParallelExperts(ShardedLayer):
     def to_full(self) -> nn.Module:
         """The full module, gathered. A collective that all ranks call."""
         full: nn.Module = copy.copy(self._template[0])
+        if "identity_expert" in full._modules:
+            full._modules = full._modules | {"identity_expert": nn.Identity()}
         full._parameters = {
             name: nn.Parameter(value, requires_grad=self.get_parameter(name).requires_grad)
             for name, value in self.full_state_dict().items()

@@ -20,7 +20,7 @@ BUDGETS = {
     "pipekernels/comm/join": 580,
     "pipekernels/comm/process_group": 580,
     "pipekernels/device": 700,
-    "pipekernels/huggingface": 2_070,
+    "pipekernels/huggingface": 2_080,
     "pipekernels/kernels": 1_350,
     "pipekernels/local_ops": 1_780,
     "pipekernels/ops": 50,
@@ -32,16 +32,16 @@ BUDGETS = {
     "pipekernels/pipeline/spmd": 900,
     "pipekernels/pipeline/stage": 2_090,
     "pipekernels/pipeline/values": 660,
-    "pipekernels/tensor_parallel": 2_770,
+    "pipekernels/tensor_parallel": 2_790,
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_470,
-    "tests": 30_540,
+    "tests": 30_550,
     "bench": 6_490,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 25_900, "core": 21_830}
+TOTALS = {"pipekernels": 25_920, "core": 21_850}
 
 
 def lines(files: Iterable[Path]) -> int:
