@@ -21,6 +21,7 @@ from pipekernels import is_checkpointing, is_recomputing
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 
 MODES = ["always", "except_last", "never"]
+MEMORY = [torch.float32, torch.float64]
 
 
 def mlp(width: int = 6, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -239,10 +240,18 @@ def test_outputs_have_memory_of_their_own(chunks: int, place: torch.device) -> N
 
 def test_a_layer_that_returns_the_same_memory_each_time(place: torch.device) -> None:
     """So outputs are copied as they come: at the end, each would be the last one."""
-    memory, x = torch.empty(2, 3, device=place), torch.rand(8, 3)
-    pipe = pipe_of(FunctionLayer(memory.copy_), device=place, chunks=4)
+    x = torch.rand(8, 3)
+    memory = {dtype: torch.empty(2, 3, dtype=dtype, device=place) for dtype in MEMORY}
+    scalar = torch.empty((), device=place)
+
+    def write(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        dtype = MEMORY[rows[0, 0].item() != x[0, 0]]  # The first micro-batch has its own.
+        return memory[dtype].copy_(rows), memory[MEMORY[0]].copy_(rows), scalar.copy_(rows.mean())
+
     with torch.no_grad():
-        assert torch.equal(pipe(x.to(place)).cpu(), x)
+        mixed, same, mean = pipe_of(FunctionLayer(write), device=place, chunks=4)(x.to(place))
+    assert torch.equal(same.cpu(), x) and torch.equal(mixed[2:].cpu(), x[2:].double())
+    torch.testing.assert_close(mean.cpu(), x.mean())
 
 
 def test_an_empty_batch(place: torch.device) -> None:

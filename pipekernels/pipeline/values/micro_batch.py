@@ -152,18 +152,17 @@ class Average:
         self._parts: list[torch.Tensor | None] = [None] * len(weights)
 
     def write(self, m: int, part: torch.Tensor) -> None:
-        """Keep the scalar of micro-batch ``m``. ValueError if it is not a scalar."""
+        """Keep the weighted scalar of micro-batch ``m``. ValueError if it is not a scalar."""
         if part.dim() > 0:
             raise ValueError(
                 f"a tensor of shape {tuple(part.shape)} was returned for micro-batch {m} where a "
                 "scalar was before; all micro-batches must return the same structure"
             )
-        self._parts[m] = part.detach()
+        self._parts[m] = part.detach() * self._weights[m]
 
     def take(self) -> torch.Tensor:
         """The sum, in order. Drops the references to the parts."""
-        pairs = zip(self._parts, self._weights, strict=True)
-        weighted = [part * weight for part, weight in pairs if part is not None]
+        weighted = [part for part in self._parts if part is not None]
         self._parts.clear()
         return torch.stack(weighted).sum()
 
@@ -193,7 +192,7 @@ class Gather:
         self._lengths: list[int] = []  # Entries of each micro-batch.
 
     def write(self, m: int, part: torch.Tensor) -> None:
-        """Copy the part of micro-batch ``m``; a single one, or one of another dtype, is kept.
+        """Copy the part of micro-batch ``m``; a single one is kept.
 
         Raises:
             ValueError: the part has no dimension ``dim``, or another shape than the first part
@@ -227,7 +226,7 @@ class Gather:
         if part.dtype == place.dtype:
             place.copy_(part.detach())
         else:
-            self._parts[m] = part.detach()
+            self._parts[m] = part.detach().clone()
 
     def take(self) -> torch.Tensor:
         """All parts, joined in order. Drops its references: the graph keeps this object."""
