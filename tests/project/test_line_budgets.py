@@ -25,23 +25,23 @@ BUDGETS = {
     "pipekernels/local_ops": 1_780,
     "pipekernels/ops": 50,
     "pipekernels/pipeline": 690,
-    "pipekernels/pipeline/engine": 2_070,
+    "pipekernels/pipeline/engine": 2_080,
     "pipekernels/pipeline/placement": 540,
     "pipekernels/pipeline/planning": 1_040,
     "pipekernels/pipeline/schedule": 710,
     "pipekernels/pipeline/spmd": 900,
-    "pipekernels/pipeline/stage": 2_090,
+    "pipekernels/pipeline/stage": 2_140,
     "pipekernels/pipeline/values": 660,
     "pipekernels/tensor_parallel": 2_790,
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_470,
-    "tests": 30_550,
+    "tests": 30_570,
     "bench": 6_490,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 25_920, "core": 21_850}
+TOTALS = {"pipekernels": 25_980, "core": 21_900}
 
 
 def lines(files: Iterable[Path]) -> int:

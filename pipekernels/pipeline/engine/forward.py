@@ -22,6 +22,7 @@ from pipekernels.pipeline.stage.recomputation import (
     drop_unchanged_copies,
     snapshot_buffers,
 )
+from pipekernels.pipeline.stage.sent_memory import SentMemory
 from pipekernels.pipeline.stage.task import Activation
 from pipekernels.pipeline.values.micro_batch import copy_if_aliased
 
@@ -52,6 +53,7 @@ class Forward:
         self._mini_batch = mini_batch
         self._sink = sink
         self._recomputes = any(mini_batch.recomputed)
+        self._sent = SentMemory()
         self._trainable = [
             mini_batch.grad and any(mini_batch.parameters[index].pairs for index, _ in task.stages)
             for task in mini_batch.tasks
@@ -87,6 +89,8 @@ class Forward:
             if recomputed and tape is not None:
                 tape.buffers = buffers
         batch.tapes[stage][m] = tape
+        if stage < len(batch.tasks) - 1 and len(batch.inputs) > 1:
+            self._sent.note(task.stages[-1][0], m, outputs.tensors, inputs.tensors)
         outputs, sent = outputs.without_skips()
         if sent:
             batch.skips.leave(sent, m, batch.transport)

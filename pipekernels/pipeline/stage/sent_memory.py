@@ -1,0 +1,50 @@
+"""Notices a stage that overwrites what it has sent on.
+
+A layer may return the same memory for every micro-batch, such as a buffer that it writes its
+results to. By the time that the next stage reads those of one micro-batch, depending on timing,
+they may be those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class SentMemory:
+    """The memory that the stages have sent on in one forward. Writes that no version counter sees,
+    as those of kernels in a CUDA graph, are not noticed."""
+
+    def __init__(self) -> None:
+        # By stage and address. A weak reference identifies a storage also after its end, when
+        # another may have its address.
+        self._sent: dict[tuple[int, int], tuple[StorageWeakRef, int, int]] = {}
+
+    def note(self, stage: int, m: int, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Remember what ``stage`` has made of ``inputs`` of micro-batch ``m``.
+
+        Raises:
+            RuntimeError: one of ``tensors`` is one of an earlier micro-batch, overwritten since.
+        """
+        for tensor in tensors:
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+                continue
+            if tensor.is_inference() or tensor.numel() == 0:  # The former have no versions.
+                continue
+            address, version = tensor.data_ptr(), tensor._version
+            storage = StorageWeakRef(tensor.untyped_storage())
+            known = self._sent.get((stage, address))
+            self._sent[stage, address] = storage, version, m
+            if known is None or known[0] != storage or known[1] == version:
+                continue
+            # An input that is given whole to every micro-batch may be passed on.
+            if any(g.layout is torch.strided and g.data_ptr() == address for g in inputs):
+                continue
+            raise RuntimeError(
+                f"stage {stage} returned the same memory for micro-batches {known[2]} and {m}, and "
+                "overwrote the results of the first, which the next stage may read later; return "
+                "a clone of memory that a layer keeps"
+            )
