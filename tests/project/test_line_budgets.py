@@ -26,7 +26,7 @@ BUDGETS = {
     "pipekernels/ops": 50,
     "pipekernels/pipeline": 690,
     "pipekernels/pipeline/engine": 2_080,
-    "pipekernels/pipeline/placement": 540,
+    "pipekernels/pipeline/placement": 550,
     "pipekernels/pipeline/planning": 1_040,
     "pipekernels/pipeline/schedule": 710,
     "pipekernels/pipeline/spmd": 900,
@@ -37,11 +37,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_470,
-    "tests": 30_570,
+    "tests": 30_590,
     "bench": 6_490,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 25_980, "core": 21_900}
+TOTALS = {"pipekernels": 25_990, "core": 21_910}
 
 
 def lines(files: Iterable[Path]) -> int:

@@ -90,7 +90,7 @@ class Forward:
                 tape.buffers = buffers
         batch.tapes[stage][m] = tape
         if stage < len(batch.tasks) - 1 and len(batch.inputs) > 1:
-            self._sent.note(task.stages[-1][0], m, outputs.tensors, inputs.tensors)
+            self._sent.note(f"stage {task.stages[-1][0]}", m, outputs.tensors, inputs.tensors)
         outputs, sent = outputs.without_skips()
         if sent:
             batch.skips.leave(sent, m, batch.transport)

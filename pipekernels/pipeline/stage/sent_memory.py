@@ -1,4 +1,4 @@
-"""Notices a stage that overwrites what it has sent on.
+"""Notices a module that overwrites what it has returned for an earlier micro-batch.
 
 A layer may return the same memory for every micro-batch, such as a buffer that it writes its
 results to. By the time that the next stage reads those of one micro-batch, depending on timing,
@@ -13,22 +13,26 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pipekernels._torch_private import transforms_are_active
+
 
 class SentMemory:
-    """The memory that the stages have sent on in one forward. Writes that no version counter sees,
-    as those of kernels in a CUDA graph, are not noticed."""
+    """The memory that modules have returned in one forward. Writes that no version counter sees, as
+    those of kernels in a CUDA graph, are not noticed."""
 
     def __init__(self) -> None:
-        # By stage and address. A weak reference identifies a storage also after its end, when
+        # By module and address. A weak reference identifies a storage also after its end, when
         # another may have its address.
-        self._sent: dict[tuple[int, int], tuple[StorageWeakRef, int, int]] = {}
+        self._sent: dict[tuple[str, int], tuple[StorageWeakRef, int, int]] = {}
 
-    def note(self, stage: int, m: int, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Remember what ``stage`` has made of ``inputs`` of micro-batch ``m``.
+    def note(self, owner: str, m: int, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Remember what ``owner`` has made of ``inputs`` of micro-batch ``m``.
 
         Raises:
             RuntimeError: one of ``tensors`` is one of an earlier micro-batch, overwritten since.
         """
+        if torch.compiler.is_compiling() or transforms_are_active():  # Tensors have no memory.
+            return
         for tensor in tensors:
             if type(tensor) is not Tensor or tensor.layout is not torch.strided:
                 continue
@@ -36,15 +40,15 @@ class SentMemory:
                 continue
             address, version = tensor.data_ptr(), tensor._version
             storage = StorageWeakRef(tensor.untyped_storage())
-            known = self._sent.get((stage, address))
-            self._sent[stage, address] = storage, version, m
+            known = self._sent.get((owner, address))
+            self._sent[owner, address] = storage, version, m
             if known is None or known[0] != storage or known[1] == version:
                 continue
             # An input that is given whole to every micro-batch may be passed on.
             if any(g.layout is torch.strided and g.data_ptr() == address for g in inputs):
                 continue
             raise RuntimeError(
-                f"stage {stage} returned the same memory for micro-batches {known[2]} and {m}, and "
-                "overwrote the results of the first, which the next stage may read later; return "
-                "a clone of memory that a layer keeps"
+                f"{owner} returned the same memory for micro-batches {known[2]} and {m}, and "
+                "overwrote the results of the first, which are read later; return a clone of "
+                "memory that a layer keeps"
             )
