@@ -62,13 +62,8 @@ _SIZES = (
         """,
     ),
     (2 * WIDTH, "mamba_d_ssm"),
-    (
-        16,
-        """
-        kv_lora_rank q_lora_rank qk_head_dim attention_head_dim mamba_d_state mamba_chunk_size
-        """,
-    ),
-    (8, "qk_nope_head_dim qk_rope_head_dim v_head_dim mamba_n_heads mamba_d_head mamba_headdim"),
+    (16, "kv_lora_rank q_lora_rank qk_head_dim mamba_d_state mamba_chunk_size"),
+    (8, "qk_nope_head_dim qk_rope_head_dim v_head_dim mamba_n_heads mamba_d_head"),
     (
         1,
         """

@@ -51,17 +51,6 @@ def is_experts(module: nn.Module) -> bool:
     return [m.dim() for m in matrices if m is not None] == [3, 3]
 
 
-class _Share(nn.Identity):
-    """An expert that passes its input on: what each of ``ranks`` adds to their sum."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.ranks = ranks
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input / self.ranks
-
-
 class ParallelExperts(ShardedLayer):
     """A rank's part of a module of experts whose weights are stacked, as those of transformers.
 
@@ -80,7 +69,7 @@ class ParallelExperts(ShardedLayer):
     The forward takes hidden states ``[T, H]``, the chosen experts ``[T, K]`` (integers), and their
     weights ``[T, K]``, all the same on every rank, and gives ``[T, H]`` on every rank. A module
     that takes hidden states only, already sorted by experts and scaled, or that has experts
-    without weights (``identity_expert``), runs its own forward on each rank's slices.
+    without parameters, which pass their input on, runs its own forward on each rank's slices.
 
     Raises:
         TypeError: ``comm`` is not a communicator, or ``experts`` has hooks.
@@ -126,8 +115,6 @@ class ParallelExperts(ShardedLayer):
         # The full module, with this rank's parameters; in a tuple it is not a submodule.
         template = copy.copy(experts)
         template._parameters = self._parameters
-        if hasattr(experts, "identity_expert"):
-            template._modules = experts._modules | {"identity_expert": _Share(comm.world_size)}
         self._template = (template,)
         self.train(experts.training)
 
@@ -191,7 +178,10 @@ class ParallelExperts(ShardedLayer):
         if not self.is_routed:
             routing: tuple[Tensor, ...] = ()
             if top_k_index is not None and top_k_weights is not None:
-                routing = top_k_index, copy_to_ranks(top_k_weights, self.comm)
+                own_weights = copy_to_ranks(top_k_weights, self.comm)
+                if self.rank > 0:  # Rank 0 alone adds experts without parameters, the last ones.
+                    own_weights = own_weights.masked_fill(top_k_index >= self.num_experts, 0)
+                routing = top_k_index, own_weights
             own: Tensor = self._template[0].forward(x, *routing)
             return reduce_from_ranks(own, self.comm)
         if top_k_index is None or top_k_weights is None:
@@ -275,8 +265,6 @@ class ParallelExperts(ShardedLayer):
     def to_full(self) -> nn.Module:
         """The full module, gathered. A collective that all ranks call."""
         full: nn.Module = copy.copy(self._template[0])
-        if "identity_expert" in full._modules:
-            full._modules = full._modules | {"identity_expert": nn.Identity()}
         full._parameters = {
             name: nn.Parameter(value, requires_grad=self.get_parameter(name).requires_grad)
             for name, value in self.full_state_dict().items()

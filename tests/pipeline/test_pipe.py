@@ -21,7 +21,6 @@ from pipekernels import is_checkpointing, is_recomputing
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 
 MODES = ["always", "except_last", "never"]
-MEMORY = [torch.float32, torch.float64]
 
 
 def mlp(width: int = 6, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -241,12 +240,12 @@ def test_outputs_have_memory_of_their_own(chunks: int, place: torch.device) -> N
 def test_a_layer_that_returns_the_same_memory_each_time(place: torch.device) -> None:
     """So outputs are copied as they come: at the end, each would be the last one."""
     x = torch.rand(8, 3)
-    memory = {dtype: torch.empty(2, 3, dtype=dtype, device=place) for dtype in MEMORY}
+    memory = [torch.empty(2, 3, dtype=dtype, device=place) for dtype in (torch.float, torch.double)]
     scalar = torch.empty((), device=place)
 
     def write(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        dtype = MEMORY[rows[0, 0].item() != x[0, 0]]  # The first micro-batch has its own.
-        return memory[dtype].copy_(rows), memory[MEMORY[0]].copy_(rows), scalar.copy_(rows.mean())
+        mixed = memory[rows[0, 0].item() != x[0, 0]]  # float32 in the first micro-batch alone.
+        return mixed.copy_(rows), memory[0].copy_(rows), scalar.copy_(rows.mean())
 
     with torch.no_grad():
         mixed, same, mean = pipe_of(FunctionLayer(write), device=place, chunks=4)(x.to(place))

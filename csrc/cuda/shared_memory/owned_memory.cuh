@@ -47,8 +47,8 @@ struct MappedMemory {
   // this rank's device, which is to be the current one, cannot access it.
   std::byte* adopt(std::shared_ptr<DeviceMemory> memory);
   std::byte* open(int peer, const cudaIpcMemHandle_t& handle);
-  // Maps growth `i` of the heap of `peer`, which may be this rank, if nobody has yet. Returns its
-  // address, or null if it cannot be mapped.
+  // Maps growth `i` of the heap of `peer` at the first call. Returns its address, or null if it
+  // cannot be mapped.
   std::byte* growth(int peer, int i, bool is_threads);
 
   const int device;

@@ -65,8 +65,7 @@ def forward_in_chunks(
                 _deny_opaque(leaf)
             part_args, part_kwargs = _micro_batch(inputs, parts, m)
             results.append(forward(*part_args, **part_kwargs))
-            made = [leaf for leaf in leaves(results[-1]) if isinstance(leaf, torch.Tensor)]
-            made = [tensor for tensor in made if tensor.dim() > dim]
+            made = [t for t in leaves(results[-1]) if isinstance(t, torch.Tensor) and t.dim() > dim]
             returned.note(type(module).__name__, m, made, tensors)
     return map_leaves(lambda *pieces: _join(pieces, sizes, dim), *results)
 

@@ -1,8 +1,7 @@
 """Notices a module that overwrites what it has returned for an earlier micro-batch.
 
-A layer may return the same memory for every micro-batch, such as a buffer that it writes its
-results to. By the time that the next stage reads those of one micro-batch, depending on timing,
-they may be those of another.
+A layer may write every result to the same buffer, and return that. When the next stage reads the
+result of one micro-batch, it may by then be that of another, depending on timing.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ class SentMemory:
                 continue
             address, version = tensor.data_ptr(), tensor._version
             storage = StorageWeakRef(tensor.untyped_storage())
-            known = self._sent.get((owner, address))
+            before, written, first = self._sent.get((owner, address), (storage, version, m))
             self._sent[owner, address] = storage, version, m
-            if known is None or known[0] != storage or known[1] == version:
+            if before != storage or written == version:
                 continue
             # An input that is given whole to every micro-batch may be passed on.
             if any(g.layout is torch.strided and g.data_ptr() == address for g in inputs):
                 continue
             raise RuntimeError(
-                f"{owner} returned the same memory for micro-batches {known[2]} and {m}, and "
+                f"{owner} returned the same memory for micro-batches {first} and {m}, and "
                 "overwrote the results of the first, which are read later; return a clone of "
                 "memory that a layer keeps"
             )

@@ -177,15 +177,15 @@ def test_results_that_cannot_be_joined(function: Callable[..., Any], message: st
         model(torch.ones(5, 4))
 
 
-class Columns(dict):
-    """A subclass of dict, as data loaders return."""
-
-
 def test_results_that_are_overwritten() -> None:
     memory = torch.empty(2, 4)
     model = chunked(FunctionLayer(lambda x: (x, memory.copy_(x))), 3)
     with pytest.raises(RuntimeError, match="FunctionLayer returned the same .* 0 and 1, .*clone"):
         model(torch.ones(6, 4))
+
+
+class Columns(dict):
+    """A subclass of dict, as data loaders return."""
 
 
 def test_dicts_of_any_class_are_split_and_joined() -> None:
@@ -296,16 +296,16 @@ def test_without_gradients(context: Callable[[], Any]) -> None:
     assert output.is_inference() == (context is torch.inference_mode)
 
 
-@pytest.mark.compile
-@pytest.mark.skipif(
-    torch.__version__ < (2, 7),
-    reason="torch 2.6 does not compile context managers written as generators",
-)
 def test_transforms_of_torch_func() -> None:
     model, x = chunked(nn.Linear(3, 3), 2), torch.rand(4, 6, 3)
     torch.testing.assert_close(torch.func.vmap(model)(x), model(x.flatten(0, 1)).view_as(x))
 
 
+@pytest.mark.compile
+@pytest.mark.skipif(
+    torch.__version__ < (2, 7),
+    reason="torch 2.6 does not compile context managers written as generators",
+)
 def test_compiles_as_one_graph() -> None:
     model = chunked(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), 2)
     x = torch.randn(4, 2)

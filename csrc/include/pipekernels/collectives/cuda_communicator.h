@@ -55,7 +55,8 @@ class CudaHeap {
   void release(std::byte* block);
   // Where peers find `data`, see kLocationBits, or 0 if they are not in this heap.
   uint64_t location_of(const void* data, size_t bytes) const;
-  std::byte* growth(int i) const;  // Its address.
+  // The address of growth `i`.
+  std::byte* growth(int i) const;
 
  private:
   // One allocation's part for blocks.
@@ -70,7 +71,8 @@ class CudaHeap {
     std::vector<void*> streams;
     bool captured;
   };
-  std::byte* place(size_t bytes);  // For a block; null if there is no room.
+  // Finds room for a block, growing if need be. Returns null if there is none.
+  std::byte* place(size_t bytes);
   bool grow(size_t bytes);
   void free(std::byte* block);
   Part* part_of(const void* data, size_t bytes) const;
