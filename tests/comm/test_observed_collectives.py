@@ -84,9 +84,12 @@ def test_a_wait_for_a_peer_is_a_range_within_the_collective() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as found:
         first.all_reduce(torch.ones(4))
     late.join()
-    names = names_in(found)
-    assert names == ["pipekernels::all_reduce of 16 bytes, auto", "pipekernels::wait for peers"]
-    call, wait = (next(e for e in found.events() if e.name == name) for name in names)
+    names = ["pipekernels::all_reduce of 16 bytes, auto", "pipekernels::wait for peers"]
+    assert (
+        sorted(set(names_in(found))) == names
+    )  # A late peer may keep it waiting at the end as well.
+    ranges = [[e for e in found.events() if e.name == name] for name in names]
+    call, wait = (max(each, key=lambda e: e.time_range.elapsed_us()) for each in ranges)
     assert call.time_range.start <= wait.time_range.start
     assert wait.time_range.end <= call.time_range.end
     assert wait.time_range.elapsed_us() > 0.5 * call.time_range.elapsed_us() > 100_000
