@@ -46,31 +46,11 @@ class Communicator(Collectives):
 
     Reductions are deterministic: elements are combined in rank order, 16-bit floats in float32 and
     rounded once, so all ranks get the same bits, in every run and by every algorithm.
-
-    Processes of one host, user, and pid and network namespace share memory. Over several hosts,
-    data are reduced inside each host as above, then between the hosts by Gloo, in its order and
-    without wider intermediate results: 16-bit sums are rounded once inside each host, and at most
-    once for each addition between hosts. All ranks still get the same bits. CUDA tensors are then
-    reduced by the process group alone, and NCCL's promises replace those made here: about the order
-    of sums, NaNs in maxima, different calls and lost ranks. Ranks with different values of the
-    environment variable ``PIPEKERNELS_HOST_ID`` count as ranks of different hosts.
+    :doc:`/guides/hosts` says what differs between hosts, :doc:`/guides/cuda` on GPUs, where a
+    collective runs in the current stream and returns at once.
 
     Tensors may have any strides. Peers read a tensor made by :meth:`empty` in place, which saves
     copies. No collective is differentiable; see :mod:`pipekernels.ops`.
-
-    On CUDA a rank has one device, that of its first CUDA tensor; several ranks may share a device.
-    The first use of CUDA is a separate collective, which cannot be captured in a graph; later
-    collectives can. A collective runs in the current stream and returns at once. Ranks that are
-    threads wait for each other on the CPU before each launch, and must use different streams on one
-    device. Errors on the device are raised by this rank's next call, barrier or
-    :meth:`synchronize`; until then all bits of the collective's result are set (NaN, or -1), and
-    the CUDA context stays usable. Every such error ends the communicator; between processes of one
-    host, different calls do as well.
-
-    A graph orders only the work captured in it: the collectives of one communicator must be in one
-    stream or otherwise ordered, and so must replays and calls outside of the graph. Ranks that are
-    threads must call :meth:`barrier` right before each replay. Do not replay a graph after a
-    communicator that it uses has been closed or garbage-collected.
 
     Every collective may raise, besides the errors that it lists itself:
 

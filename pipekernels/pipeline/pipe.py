@@ -54,59 +54,28 @@ _MOVE_DENIED = (
 
 class Pipe(nn.Module):
     """Runs an ``nn.Sequential`` as a pipeline: its layers are cut into stages, each input into
-    micro-batches.
+    micro-batches, and stages work on different micro-batches at the same time::
 
-    Stages work on different micro-batches at the same time: on CPUs in threads that divide torch's
-    intra-op threads, on CUDA devices asynchronously, on the streams that are current when the
-    forward is called; copies between devices overlap with computation. A pipe is one autograd node,
-    used as the bare module except for second derivatives (``create_graph=True`` is an error)::
+        pipe = Pipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)
+        output = pipe(input)
 
-        model = nn.Sequential(a, b, c, d)
-        model = Pipe(model, balance=[2, 2], chunks=8)
-        output = model(input)
-
-    The schedule is GPipe's (Huang et al., 2019); the interface is fairscale's and torchgpipe's. The
-    module is split in place: the pipe's layers are the module's own. Gradients are summed over
-    micro-batches, last one first, as autograd does for ``torch.cat([module(x) for x in
-    input.tensor_split(chunks)])``; under autocast, for that loop with ``cache_enabled=False``,
-    which sums gradients in the parameters' dtype, not autocast's.
-
-    Every forward draws one number from the default CPU generator, which seeds each (stage,
-    micro-batch). So results with a fixed seed do not depend on timing, and a recomputation draws
-    the numbers of its forward.
-
-    The keys of the state_dict are ``partitions.<stage>.<key in the module>``; those of
-    ``to_sequential()``, which has the same layers, fit the bare module and any balance.
-
-    ``torch.compile`` does not compile a pipe, even inside a compiled program: compile its layers.
-
-    Ranks must call collectives in the same order. So a pipe runs on one thread, and on CPUs its
-    stages do not overlap, if a layer has a communicator, as a ``RowParallelLinear`` does, or has
-    ``DTensor`` parameters. A pipe cannot detect other collectives: do not use them on CPUs. FSDP2
-    may shard a whole pipe, ``fully_shard(pipe)``, not its layers one by one.
-
-    Threads may share a pipe; its forwards and backwards then take turns. While one runs, other
-    threads must not read or change the pipe's parameters, nor draw from the default generator, as
-    another pipe with dropout does: a recomputation might then draw other numbers than its forward.
-    Layers must not call the pipe that they are in. Errors of layers name the layer in a note.
+    The interface is fairscale's and torchgpipe's, the schedule GPipe's (Huang et al., 2019). The
+    pipe's layers are the module's own. To autograd it is one node; gradients have the bits of a
+    loop over the micro-batches. :doc:`/guides/pipe` says what layers may do, and what threads,
+    ranks, ``torch.compile`` and FSDP2 have to keep to.
 
     Args:
         module: the layers. Every layer takes what the one before returns: a tensor, or a tuple,
             list or dict with tensors in it. Layers may have skips (:mod:`pipekernels.skip`).
         balance: number of layers of each stage. Default: as many stages as there are devices (on a
             CPU-only machine: intra-op threads), with about equal numbers of parameters.
-            ``pipekernels.balance.balance_by_time`` measures layers instead;
-            ``pipekernels.plan_pipeline`` also chooses chunks, schedule and checkpointing.
+            ``pipekernels.balance.balance_by_time`` measures layers instead.
         devices: a device per stage; more are ignored. Default: all CUDA devices; the CPU for every
             stage where there is none.
         chunks: most micro-batches per input. A batch of b is cut into ``min(chunks, b)``, of sizes
             that differ by at most one.
         checkpoint: which micro-batches keep their inputs only and are recomputed in the backward:
-            ``'always'``, ``'except_last'`` or ``'never'``. In evaluation mode none is. Layers are
-            recomputed with the training mode, parameters and buffers of their forward, but with
-            their present hooks and attributes. Buffers that a forward changes, as spectral norm
-            does, get their values from before it (changes through ``.data`` are not detected).
-            Modifying parameters in place or changing layers in between is an error.
+            ``'always'``, ``'except_last'`` or ``'never'``. In evaluation mode none is.
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
             micro-batches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
@@ -153,8 +122,7 @@ class Pipe(nn.Module):
         of_torch = [layer for layer in module if type(layer).__module__.startswith("torch.nn.")]
         inner = chain.from_iterable(layer.modules() for layer in of_torch)
         warn_of_sequence_first(inner, self.chunks, self.batch_dim)
-        modes = [mode for mode in MODES if mode in (checkpoint, str(checkpoint))]
-        if not modes:
+        if checkpoint not in MODES:
             raise ValueError(f"checkpoint is {checkpoint!r}; it must be one of {', '.join(MODES)}")
         if execution not in EXECUTIONS:
             names = ", ".join(EXECUTIONS)
@@ -180,7 +148,7 @@ class Pipe(nn.Module):
             chosen = [torch.device("cpu")] * len(self.balance)
         partitions = split_module(module, self.balance, chosen)
         self.devices: list[torch.device] = chosen[: len(partitions)]
-        self.checkpoint = modes[0]
+        self.checkpoint = checkpoint
         self.execution = execution
         self.partitions = nn.ModuleList(partitions)
         if deferred_batch_norm:
@@ -232,29 +200,8 @@ class Pipe(nn.Module):
         """Forward and backward of a mini-batch with the loss inside the pipeline, so that backwards
         begin before all forwards have ended. Accumulates into ``.grad`` like ``loss.backward()``.
 
-        With ``'1f1b'`` a stage holds the activations of at most as many micro-batches as there are
-        stages, for any ``chunks``; with ``'gpipe'`` those of all. ``'zb-h1'`` holds no more than
-        ``'1f1b'`` and idles less, but enters autograd once more for every layer. ``'interleaved'``
-        runs several stages on each of fewer lanes. All but ``'gpipe'`` sum gradients over
-        micro-batches first one first, so the last bits may differ from those of
-        ``loss_fn(pipe(input), target).backward()``.
-
-        A mean over anything but rows, such as cross-entropy with ``ignore_index`` or class weights,
-        differs per micro-batch from the batch's, and is NaN for one without elements to count.
-        Divide a sum by the count of the whole batch instead::
-
-            valid = (target != -100).sum()
-
-            def loss_fn(output, target):  # [rows, tokens, classes], [rows, tokens]
-                return cross_entropy(output.mT, target, reduction="sum") / valid
-
-            pipe.train_step(input, target, loss_fn, loss_reduction="sum")
-
-        ``loss_fn`` may use the pipe's own parameters, for a penalty or tied weights. Their
-        gradients from the loss are summed separately, as are those of each stage that shares a
-        parameter with others. Inside ``loss_fn`` such stages have different objects for it;
-        ``pipe.parameters()`` gives one of them. ``DistributedDataParallel`` averages gradients only
-        after calls of its own forward: after ``train_step``, average them yourself.
+        :doc:`/guides/training` compares the schedules, and shows losses that are not a mean over
+        rows. Stages that share a parameter have different objects for it inside ``loss_fn``.
 
         Args:
             input: the first layer's argument, as in :meth:`forward`; a tuple or a dict has its
@@ -336,19 +283,11 @@ class Pipe(nn.Module):
         device: Device | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> PipelineStage:
-        """A stage of this pipe for the schedules of ``torch.distributed.pipelining``.
+        """A stage of this pipe for the schedules of ``torch.distributed.pipelining``
+        (:doc:`/guides/spmd`).
 
-        For a model that outgrows one process: every rank builds the same pipe, takes its stage, and
-        may drop the pipe. In a program that torchrun starts with a rank per stage::
-
-            stage = pipe.to_torch_stage()
-            schedule = Schedule1F1B(stage, n_microbatches=pipe.chunks, loss_fn=loss_fn)
-            optimizer = SGD(stage.submod.parameters(), lr=0.1)
-            schedule.step(input) if stage.is_first else schedule.step(target=target)
-
-        The first stage takes the pipe's arguments, by keyword too. The stage's module has the
-        pipe's layers under the wrapped module's keys. It does not use the pipe's checkpointing and
-        seeding, and stages cannot pass on a tuple of one tensor.
+        The stage's module has the pipe's layers under the wrapped module's keys. It does not use
+        the pipe's checkpointing and seeding, and stages cannot pass on a tuple of one tensor.
 
         Args:
             stage_index: which stage. Default: the one of this rank's number, for a group with a

@@ -78,10 +78,6 @@ class ShardedLinear(ShardedLayer):
     def from_linear(cls, linear: nn.Linear, comm: Communicator, **kwargs: Any) -> Any:
         """This rank's shard of ``linear``, with its dtype, device, mode and ``requires_grad``.
 
-        To replace layers inside PyTorch's ``nn.TransformerEncoderLayer``, use
-        :func:`~pipekernels.tensor_parallel.tensor_parallelize`: it also disables the encoder's
-        fused kernel for evaluation, which would read a shard as the full weight.
-
         Args:
             linear: the full layer, the same on every rank: an ``nn.Linear``, or a ``Conv1D`` of
                 transformers, whose weight the shard keeps transposed. Its parameters are copied,
@@ -193,12 +189,9 @@ class RowParallelLinear(ShardedLinear):
         input_is_parallel: the input holds only this rank's features (the output of a
             :class:`ColumnParallelLinear`); else it is the full, replicated input.
         reduce: ``'all_reduce'``: the full output on every rank. ``'reduce_scatter'``: this rank's
-            slice of the output's first dimension, which the world size must divide. Before a
-            column-parallel layer or a loss, join the slices of all ``rows`` by
-            ``gather_from_ranks(y.movedim(0, -1), comm, rows).movedim(-1, 0)`` from
-            :mod:`pipekernels.tensor_parallel.functional`; the backward of ``ops.all_gather`` would
-            sum gradients that are already full. ``'none'``: this rank's partial sum, to be reduced
-            by the caller; needs ``bias=False`` or ``skip_bias_add=True``.
+            slice of the output's first dimension, which the world size must divide. ``'none'``:
+            this rank's partial sum, to be reduced by the caller; needs ``bias=False`` or
+            ``skip_bias_add=True``.
         skip_bias_add: return ``(output, bias)`` without adding the bias, for a later fused add.
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
             (:mod:`pipekernels.tensor_parallel.arithmetic`).
@@ -217,8 +210,7 @@ class RowParallelLinear(ShardedLinear):
     Initialisation equals that of ``nn.Linear`` under the same seed, for any world size; use the
     same seed on all ranks. ``load_state_dict`` takes the state_dict of a full ``nn.Linear`` or of
     this rank's shard. ``copy.deepcopy`` shares the communicator; pickling raises TypeError.
-    ``weight_norm``, ``prune`` and other parametrizations see only this rank's shard. A program from
-    ``torch.export`` lacks the layer's backward: run it under ``torch.no_grad()``.
+    :doc:`/guides/tensor_parallel` has the rest.
 
     Raises:
         TypeError: ``comm`` is not a communicator; an input has another dtype, without autocast.

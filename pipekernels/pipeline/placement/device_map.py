@@ -111,33 +111,11 @@ def parallelize_pipeline(
 
     Give the root (``""``) a device, as modules that no name covers are not moved. An entry for an
     ``nn.ModuleList`` or ``nn.ModuleDict``, which is never called, applies to each of its modules.
-    Weights are moved directly to their device, so no device needs memory for the whole model. Make
-    optimizers afterwards.
 
-    With ``chunks`` the model's forward is called once per micro-batch. One thread issues them all,
-    and CUDA launches return at once, so devices work on different micro-batches at the same time,
-    in the backward too: the schedule of GPipe (Huang et al., 2019) without an ``nn.Sequential``. A
-    device runs its work in the order of issue. So a micro-batch must not return to an earlier
-    device, through an output device or a later layer: that device would wait for it, and nothing
-    would overlap. (The root's output device is an exception: results go there after all are
-    joined.) Nothing overlaps either if the model makes Python wait, as ``.item()`` does, or on CPUs
-    alone, where ``Pipe`` has lanes.
-
-    The first tensor among the arguments, and every other tensor of the same size in dimension
-    ``batch_dim``, also nested ones, is split along it; each micro-batch gets the other arguments
-    unchanged. Keyword arguments are considered in the order of the forward's parameters. Pass a
-    tensor of that size that must not be split, such as a square mask, as ``NoChunk(tensor)``, or
-    with a leading dimension of 1.
-
-    The model may return tensors with the batch, or a multiple of it (``[batch * tokens, ...]``), in
-    dimension ``batch_dim``, in any nesting; they are concatenated. Other objects must be equal for
-    all micro-batches. So a model must not take or return a cache of its batch's keys and values
-    (``use_cache=False`` for models of Hugging Face). A mean over the batch inside the model is one
-    over a micro-batch, and scalar results are refused: compute a loss outside. Layers that mix the
-    batch's rows see a micro-batch;
-    :func:`pipekernels.batchnorm.convert_deferred_batch_norm`, called before, keeps BatchNorm's
-    running statistics those of the whole batch. Gradients are the unwrapped model's. An input that
-    requires a gradient must not be modified in place.
+    With ``chunks`` the model's forward is called once per micro-batch, from one thread, and devices
+    work on different ones at the same time: GPipe's schedule (Huang et al., 2019) without an
+    ``nn.Sequential``. :doc:`/guides/device_maps` says what is cut, what a model may return, and
+    where nothing overlaps. Gradients are the unwrapped model's.
 
     Args:
         model: any module; returned.

@@ -39,74 +39,19 @@ def tensor_parallelize(
 ) -> Model:
     """Replace the layers that ``plan`` names by this rank's shards of them, in place.
 
-    A collective: all ranks call it, and compare which layers they shard.
-
-    Let each column-parallel layer feed a row-parallel one, as in ``{"*.q_proj": "column",
-    "*.k_proj": "column", "*.v_proj": "column", "*.o_proj": "row"}``. The model's result is then
-    unchanged, at one all-reduce per pair in the forward and one in the backward. Modules between
-    the two see only this rank's features:
-
-    - Divide head counts by the world size (``attention.num_heads //= comm.world_size``).
-    - Ranks take consecutive features. Name a fused layer (``qkv``, ``gate_up_proj``)
-      ``'packed_column'``, unless its features are grouped by head.
-    - A parameter there, such as Qwen3's norms of queries and keys, gets a partial gradient on each
-      rank: name its module ``'replicated_with_grad_allreduce'`` to sum them. The first
-      backward raises a RuntimeError if that is missing, unless the parameter has its own hook.
-    - Dropout may differ between ranks there; elsewhere all ranks must draw the same random numbers:
-      use one process per rank and the same seed. If the world size does not divide the features, do
-      without dropout there: ranks would draw different counts of random numbers and diverge.
-
-    The kinds, of linear layers:
-
-    - ``'column'``, ``'row'``: a :class:`ColumnParallelLinear`, a :class:`RowParallelLinear`.
-    - ``'column_gather_output'``, ``'row_split_input'``: for a layer without a partner, such as an
-      output head: it gives or takes all features, at one more collective.
-    - ``'packed_column'``: of two fused layers of one size; ``'packed_column:3'`` of three,
-      ``'packed_column:64,16,16'`` of these sizes (``blocks`` of the layer).
-    - ``'shared_column:2'``: each shard on 2 consecutive ranks (``copies`` of the layer).
-
-    The kinds of other modules:
-
-    - ``'embedding'``: a :class:`VocabParallelEmbedding`. Name an output head that shares its weight
-      as well: ``'column_gather_output'``, or ``'column'`` for
-      :func:`pipekernels.tensor_parallel.vocab_parallel_cross_entropy`.
-    - ``'attention'``, of an ``nn.MultiheadAttention``: a :class:`ParallelMultiheadAttention`.
-    - ``'experts'``, of a module with stacked weights of experts: each rank holds a slice of every
-      expert; ``'expert_parallel'``: some of the experts.
-    - ``'replicated_with_grad_allreduce'``: the gradients of its parameters are summed.
-    - ``'split_output'``: the same, and each rank takes its part of the output's last dimension.
-    - ``'sum_last_gradients:8'``, of a linear layer that stays whole: the gradients of its last 8
-      output features are summed, which each rank uses for its own heads (the rotary part of
-      multi-head latent attention).
-    - ``'split_parameters'``: its own parameters, which have an element for each head (attention
-      sinks), are cut down to this rank's heads in the forward.
-    - ``'split_alibi'``: its argument ``alibi``, ``[batch * heads, ...]``, is cut down to this
-      rank's heads.
-
-    transformers' words mean the same (``colwise``, ``rowwise``, ``packed_colwise`` and so on). Of a
-    transformers model, ``generate`` then compares the ranks' inputs and random numbers first, and
-    ``save_pretrained`` writes the full model: call both on all ranks.
-
-    Make optimizers afterwards, since sharded layers have new parameters. Every rank has the full
-    gradients of replicated parameters, but only its shards of the others: use
-    :func:`pipekernels.tensor_parallel.clip_grad_norm_` and torch's ``ShardedGradScaler`` with the
-    group of the ranks. ``LBFGS`` does not work; optimizers that use whole matrices (``Muon``,
-    ``Adafactor``) see this rank's shard. Give DDP and FSDP the group of the ranks that hold the
-    same shards: over all ranks, DDP would overwrite shards, and the first forward raises a
-    RuntimeError.
+    A collective: all ranks call it, and compare which layers they shard. Let each column-parallel
+    layer feed a row-parallel one: the model's result is then unchanged, at one all-reduce per pair
+    in the forward and one in the backward. :doc:`/guides/tensor_parallel` lists the kinds, what
+    modules between the two have to keep to, and what optimizers, DDP and FSDP need.
 
     Args:
         model: the full model, perhaps with LoRA adapters of peft (plans then use the names of the
             model inside), the same on every rank: weights are not sent, so use the same seed or
             load the same checkpoint first.
         plan: patterns for the names in ``model.named_modules()``, as in ``fnmatch`` (``*``
-            matches dots too), each with a kind from the list above. Modules that no pattern matches
-            stay whole.
-            ``"auto"``: the plan that a transformers model carries (``model.tp_plan``), or ours for
-            BERT, Bloom, DistilBERT, GPT-2, GPT-BigCode, OPT, RoBERTa, T5, ViT and Whisper, or one
-            derived from a small copy of the model, or for torch's own layers
-            (``nn.TransformerEncoder`` and the like), where other layers stay whole. It divides head
-            counts as well. If there are fewer key heads than ranks, several ranks hold each.
+            matches dots too), each with a kind. Modules that no pattern matches stay whole.
+            ``"auto"``: the plan that the model carries, or one of ours, or one derived from a small
+            copy of it (:doc:`/guides/transformers`); it divides head counts as well.
             :func:`plan_for` shows it.
         comm: the communicator.
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
@@ -118,11 +63,8 @@ def tensor_parallelize(
             mean over them does.
 
     Returns:
-        ``model``. Its ``state_dict()`` holds this rank's shards, with the same keys on all ranks.
-        :func:`pipekernels.tensor_parallel.full_state_dict` and
-        :func:`pipekernels.tensor_parallel.full_optimizer_state_dict` return the full state, which
-        loads on any world size; ``torch.distributed.checkpoint`` needs these or
-        :func:`pipekernels.tensor_parallel.checkpoint_state_dict`.
+        ``model``. Its ``state_dict()`` holds this rank's shards, with the same keys on all ranks;
+        :func:`pipekernels.tensor_parallel.full_state_dict` returns the full state.
 
     Raises:
         TypeError: a pattern matches a module that is not of a kind's class, or one with a
