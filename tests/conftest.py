@@ -17,12 +17,10 @@ from typing import Any
 import pytest
 import torch
 from support import pipes
-from support.planning import Clock
 from support.ranks import run_in_group, run_processes
 
 from pipekernels import _backend
 from pipekernels.kernels import table
-from pipekernels.pipeline.planning import profile
 
 # Several ranks share one GPU: each of their streams needs a hardware queue of its own. CUDA reads
 # this once, when it initializes.
@@ -115,14 +113,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Replaces the profiler's clock; only :class:`planning.Work` advances it."""
-    clock = Clock()
-    monkeypatch.setattr(profile, "perf_counter", clock)
-    return clock
 
 
 @pytest.fixture

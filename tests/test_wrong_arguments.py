@@ -15,7 +15,6 @@ from pipekernels import (
     generate_pipelined,
     parallelize_module,
     parallelize_pipeline,
-    plan_pipeline,
     skip,
     tensor_parallelize,
     unparallelize_pipeline,
@@ -90,11 +89,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # By a TypeError.
 OTHERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "world size": (lambda: plan_for(LAYERS, 0, {}), ValueError, "world_size is 0"),
     "no torchrun": (Communicator.from_process_group, RuntimeError, "start the program by torchrun"),
-    "scale": (
-        lambda: plan_pipeline(LAYERS, X, param_scale=float("inf")),
-        ValueError,
-        "param_scale is inf; it must be finite",
-    ),
     "meta": (
         lambda: Pipe(META, [1, 1], devices=["cpu"] * 2),
         ValueError,

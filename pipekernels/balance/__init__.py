@@ -22,13 +22,14 @@ from torch import nn
 
 from pipekernels._arguments import integer
 from pipekernels.balance import blockpartition
+from pipekernels.balance.cuts import check_partitions, solve
+from pipekernels.balance.memory import measure_bytes
+from pipekernels.balance.profile import batch_size, first_rows, measure_seconds
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
-from pipekernels.pipeline.pipe import Device
-from pipekernels.pipeline.planning.cuts import check_partitions, solve
-from pipekernels.pipeline.planning.memory import measure_bytes
-from pipekernels.pipeline.planning.profile import batch_size, first_rows, measure_seconds
 from pipekernels.pipeline.stage.partition import check_sequential, layers
+
+Device = torch.device | int | str
 
 __all__ = ["balance_by_size", "balance_by_time", "blockpartition"]
 
@@ -61,8 +62,7 @@ def balance_by_time(
     """
     where = _checked(module, partitions, device)
     whole = first_rows(sample, batch_size(sample))
-    (times,) = measure_seconds(module, [whole], where, timeout=timeout)
-    return solve([seconds.forward + seconds.backward for seconds in times], partitions)
+    return solve(measure_seconds(module, whole, where, timeout=timeout), partitions)
 
 
 def balance_by_size(
@@ -78,7 +78,7 @@ def balance_by_size(
 
     A stage's memory is estimated as the activations that one micro-batch keeps for its backward, as
     with checkpointing, plus ``param_scale`` times its trainable parameters, plus frozen parameters
-    and buffers. Without checkpointing use :func:`pipekernels.plan_pipeline`.
+    and buffers.
 
     Args:
         partitions: number of stages.

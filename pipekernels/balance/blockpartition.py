@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from pipekernels.pipeline.planning import cuts
+from pipekernels.balance import cuts
 
 
 def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:

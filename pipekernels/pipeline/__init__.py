@@ -13,7 +13,6 @@ from pipekernels.pipeline.placement.device_map import (
     unparallelize_module,
     unparallelize_pipeline,
 )
-from pipekernels.pipeline.planning.planner import Plan, plan_pipeline
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.spmd.execute import (
     PipelineModule,
@@ -30,7 +29,6 @@ __all__ = [
     "PipelineModule",
     "PipelineParallel",
     "PipelineStage",
-    "Plan",
     "Timeline",
     "execute_pipeline",
     "execute_pipeline_step",
@@ -41,7 +39,6 @@ __all__ = [
     "move_to_device",
     "parallelize_module",
     "parallelize_pipeline",
-    "plan_pipeline",
     "register_split",
     "unparallelize_module",
     "unparallelize_pipeline",

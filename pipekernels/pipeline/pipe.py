@@ -16,12 +16,12 @@ from torch import nn
 
 from pipekernels._arguments import integer, whole
 from pipekernels._torch_private import disable_dynamo, transforms_are_active
+from pipekernels.balance.cuts import solve
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.pipeline.engine.engine import Engine
 from pipekernels.pipeline.engine.losses import Losses, LossFunction, Targets
 from pipekernels.pipeline.engine.runners import EXECUTIONS
-from pipekernels.pipeline.planning.cuts import solve
 from pipekernels.pipeline.schedule.program import Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.spmd.torch_stage import torch_stage

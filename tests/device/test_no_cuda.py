@@ -16,7 +16,6 @@ from pipekernels import (
     move_to_device,
     parallelize_module,
     parallelize_pipeline,
-    plan_pipeline,
     unparallelize_pipeline,
 )
 from pipekernels.device.streams import usable
@@ -38,7 +37,6 @@ CALLS: dict[str, Callable[[nn.Sequential, Any], object]] = {
     "p2p_copy": lambda module, device: p2p_copy(X, device),
     "balance_by_time": lambda module, device: balance.balance_by_time(2, module, X, device=device),
     "balance_by_size": lambda module, device: balance.balance_by_size(2, module, X, device=device),
-    "plan_pipeline": lambda module, device: plan_pipeline(module, X, devices=[device] * 2),
     "empty": lambda module, device: Communicator.threads(1)[0].empty(3, device=device),
     "RowParallelLinear": lambda module, device: RowParallelLinear(
         2, 2, comm=Communicator.threads(1)[0], device=device

@@ -79,14 +79,13 @@ MAY_IMPORT = {
     "pipeline.engine": {"pipeline.stage", "pipeline.schedule"},
     "pipeline.spmd": {"pipeline.stage"},
     "pipeline.placement": {"pipeline.stage"},
-    "pipeline.pipe": {"pipeline.engine", "pipeline.planning.cuts", "pipeline.spmd"},
+    "balance.cuts": {"_arguments"},
+    "pipeline.pipe": {"balance.cuts", "pipeline.engine", "pipeline.spmd"},
     "pipeline.stages": {"pipeline.pipe"},
-    "pipeline.planning.cuts": {"_arguments"},
-    "pipeline.planning": {"pipeline.pipe"},
-    "pipeline": {"pipeline.planning", "pipeline.placement", "pipeline.stages"},
+    "pipeline": {"pipeline.placement", "pipeline.stages"},
     "huggingface": {"tensor_parallel", "pipeline"},
     "ops": {"comm", "tensor_parallel"},
-    "balance": {"pipeline"},
+    "balance": {"balance.cuts", "pipeline.stage"},
     "batchnorm": {"pipeline"},
     "skip": {"pipeline"},
     "": {"_log", "balance", "batchnorm", "huggingface", "ops", "skip"},
@@ -132,7 +131,7 @@ def imported(path: Path, package: Path = PACKAGE) -> set[str]:
 
 
 def room_of(module: str) -> str:
-    if module in MAY_IMPORT:  # A file may be a room, such as pipeline.planning.cuts.
+    if module in MAY_IMPORT:  # A file may be a room, such as balance.cuts.
         return module
     first, _, rest = module.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first in DIVIDED and rest else first

@@ -1,4 +1,4 @@
 """One stage on one micro-batch: layers, forward, recomputation, backward, random numbers, skips.
 
-Does not depend on the pipe; called by the engine, planning, placement and SPMD.
+Does not depend on the pipe; called by the engine, placement and SPMD.
 """

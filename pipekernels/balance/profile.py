@@ -1,4 +1,4 @@
-"""Measures the seconds of each layer of a module, and of passing values between lanes.
+"""Measures the seconds of each layer of a module.
 
 Each layer runs as a temporary copy, on the outputs of the previous one. So the module and the
 caller's sample are not changed, and only one layer at a time has to fit on the device. Forward
@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -25,7 +21,6 @@ from torch import nn
 
 from pipekernels._torch_private import tree_map_only
 from pipekernels.device.restoring import restore_despite_interrupt
-from pipekernels.pipeline.planning.cost import Seconds
 from pipekernels.pipeline.stage.partition import has_collectives, layers
 from pipekernels.pipeline.stage.random_state import preserved
 from pipekernels.pipeline.stage.skip import Key, carried
@@ -34,29 +29,20 @@ from pipekernels.pipeline.values.structure import flatten, tensors_in
 
 PASSES = 3
 """The fewest times that a layer is timed; the fastest counts."""
-HAND_OFFS = 200
-"""Number of measured hand-offs between threads; the median counts, because the operating system's
-scheduler is part of the cost."""
-COPIES = 5
-"""Number of measured copies between devices; the fastest counts."""
 
 T = TypeVar("T")
 
 
 @restore_despite_interrupt
 def measure_seconds(
-    module: nn.Sequential,
-    samples: Sequence[Any],
-    device: torch.device,
-    *,
-    timeout: float,
-    split: bool = False,
-) -> list[list[Seconds]]:
-    """For each of ``samples``, arguments of the first layer, the times of the layers on ``device``.
+    module: nn.Sequential, sample: Any, device: torch.device, *, timeout: float
+) -> list[float]:
+    """For each layer, the seconds of a forward and a backward on ``device``; ``sample`` is the
+    argument of the first.
 
     All take turns until ``timeout`` seconds have passed, after a warm-up. The smallest time counts,
     because disturbances only make it longer. Gradients are added to existing ones, as from the
-    second micro-batch on. ``split`` times gradients of inputs separately.
+    second micro-batch on.
 
     Raises:
         ValueError: ``timeout`` is negative or infinite, or a layer has collectives.
@@ -72,80 +58,32 @@ def measure_seconds(
                 "(tensor_parallelize)"
             )
     begin = perf_counter()
-    measure = partial(_seconds, split=split)
-    passes: list[list[list[Seconds]]] = []
+    passes: list[list[tuple[float, float]]] = []
     while len(passes) < 1 + PASSES or perf_counter() - begin < timeout:
-        passes.append([measure_layers(module, sample, device, measure) for sample in samples])
+        passes.append(measure_layers(module, sample, device, _forward_and_backward))
     return [
-        [Seconds(*map(min, *map(astuple, of_layer))) for of_layer in zip(*of_sample, strict=True)]
-        for of_sample in zip(*passes[1:], strict=True)
+        min(forward for forward, _ in of_layer) + min(backward for _, backward in of_layer)
+        for of_layer in zip(*passes[1:], strict=True)
     ]
 
 
-def _seconds(run: LayerRun, split: bool) -> tuple[Seconds, Outputs]:
-    trainable = any(parameter.requires_grad for parameter in run.layer.parameters())
+def _forward_and_backward(run: LayerRun) -> tuple[tuple[float, float], Outputs]:
     outputs, forward = _timed(run.forward, run.device)
     passed_on = detached(outputs)
     roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     if not roots:
-        return Seconds(forward, 0.0, 0.0), passed_on
+        return (forward, 0.0), passed_on
     grads = [torch.ones_like(root) for root in roots]
-    leaves = [leaf for leaf in run.leaves if leaf.requires_grad]
-    of_inputs = 0.0
-    if split and leaves and trainable:
-        gradients = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
-        _, of_inputs = _timed(partial(gradients, roots, leaves, grads), run.device)
     _, backward = _timed(partial(torch.autograd.backward, roots, grads), run.device)
-    of_inputs = min(of_inputs, backward) if trainable else backward
-    return Seconds(forward, backward, of_inputs), passed_on
+    return (forward, backward), passed_on
 
 
-def measure_hand_off(devices: Sequence[torch.device]) -> list[tuple[int, float]]:
-    """Time the passing of a micro-batch from one lane to the next, as (bytes, seconds). On CPUs a
-    reference goes from thread to thread, between devices bytes are copied, on one accelerator it
-    costs nothing. ``devices`` are one per lane."""
-    first, other = devices[0], next((d for d in devices if d != devices[0]), None)
-    if other is not None:
-        times = []
-        for nbytes in (2**12, 2**24):
-            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=first)
-            copies = [_timed(partial(tensor.to, other), first, other) for _ in range(COPIES)]
-            times.append((nbytes, min(seconds for _, seconds in copies)))
-        return times
-    if first.type != "cpu":
-        return [(0, 0.0)]
-    return [(0, _thread_hand_off())]
-
-
-def _thread_hand_off() -> float:
-    """By the queues that lanes use; those of an executor take twice as long."""
-    there: SimpleQueue[bool] = SimpleQueue()
-    back: SimpleQueue[bool] = SimpleQueue()
-
-    def answer() -> None:
-        while there.get():
-            back.put(True)
-
-    def ask() -> None:
-        there.put(True)
-        back.get()
-
-    thread = threading.Thread(target=answer, daemon=True)
-    thread.start()
-    try:
-        return statistics.median(_timed(ask)[1] / 2 for _ in range(HAND_OFFS))
-    finally:
-        there.put(False)
-        thread.join()
-
-
-def _timed(call: Callable[[], T], *devices: torch.device) -> tuple[T, float]:
-    """The result of ``call``, and the seconds until all work on ``devices`` was done."""
+def _timed(call: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """The result of ``call``, and the seconds until all work on ``device`` was done."""
 
     def now() -> float:
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return perf_counter()
 
     begin = now()
@@ -179,10 +117,8 @@ class LayerRun:
         for parameter in layer.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        leaves = detached((value, popped))
-        self.leaves = tensors_in(leaves)
         # Clones, because autograd forbids layers to modify leaves in place.
-        self.value, self.popped = cloned(leaves)
+        self.value, self.popped = cloned(detached((value, popped)))
 
     def forward(self) -> Outputs:
         """Run the layer, once, and drop the inputs."""

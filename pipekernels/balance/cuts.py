@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import inf
 
 from pipekernels._arguments import integer
-
-Cost = Callable[[int, int, int], float]
-"""``cost(p, begin, end)``: that of partition ``p`` with the elements ``begin`` to ``end - 1``.
-Non-negative, not less for a later ``end``, in any unit; ``inf`` for a partition not allowed."""
 
 
 def solve(costs: Sequence[float], partitions: int) -> list[int]:
@@ -24,16 +20,16 @@ def solve(costs: Sequence[float], partitions: int) -> list[int]:
     if not all(0 <= cost < inf for cost in costs):
         raise ValueError(f"costs are {list(costs)}; all must be finite, none negative")
     prefix = [0, *accumulate(costs)]
-    limit, _ = next(cuts(n, partitions, lambda p, begin, end: prefix[end] - prefix[begin]))
+    limit, _ = _cheapest(n, partitions, lambda begin, end: prefix[end] - prefix[begin], max)
 
-    def unevenness(p: int, begin: int, end: int) -> float:
+    def unevenness(begin: int, end: int) -> float:
         total = prefix[end] - prefix[begin]
         if total > limit:
             return inf
         share = total / limit if limit > 0 else 0.0
         return share**2 + 1e-9 * (end - begin) ** 2  # Small: lengths only break ties.
 
-    _, lengths = next(cuts(n, partitions, unevenness, operator.add))
+    _, lengths = _cheapest(n, partitions, unevenness, operator.add)
     return lengths
 
 
@@ -45,15 +41,19 @@ def check_partitions(n: int, partitions: int) -> None:
         )
 
 
-def cuts(
-    n: int, partitions: int, cost: Cost, combine: Callable[[float, float], float] = max
-) -> Iterator[tuple[float, list[int]]]:
-    """All cuts of ``n`` elements into ``partitions`` of at least one, the cheapest first, as (cost,
-    length of each partition). Their cost is ``combine`` (``max`` or ``operator.add``) of those of
-    the partitions; infinite ones are left out.
+def _cheapest(
+    n: int,
+    partitions: int,
+    cost: Callable[[int, int], float],
+    combine: Callable[[float, float], float],
+) -> tuple[float, list[int]]:
+    """The cheapest cut of ``n`` elements into ``partitions`` of at least one, as (cost, length of
+    each partition). ``cost(begin, end)`` is that of a partition with the elements ``begin`` to
+    ``end - 1``: not less for a later ``end``, ``inf`` if it is not allowed. A cut's cost is
+    ``combine`` of those of its partitions.
 
     Best-first search (A*, Hart, Nilsson and Raphael, 1968) with an exact estimate of the remaining
-    cost, so the first cuts are found without visiting the others.
+    cost, so few other cuts are visited.
     """
 
     def ends(p: int, begin: int) -> range:
@@ -66,21 +66,20 @@ def cuts(
     for p in reversed(range(partitions)):
         for begin in range(p, n) if p > 0 else [0]:
             for end in ends(p, begin):
-                here = cost(p, begin, end)
+                here = cost(begin, end)
                 if here >= rest[p][begin]:
                     break  # A longer partition costs no less.
                 rest[p][begin] = min(rest[p][begin], combine(here, rest[p + 1][end]))
 
     # (lower bound of the cost, partitions still to cut, lengths so far, their cost)
     heap: list[tuple[float, int, list[int], float]] = [(rest[0][0], partitions, [], 0.0)]
-    while heap and heap[0][0] < inf:
+    while True:
         bound, left, lengths, so_far = heappop(heap)
         if left == 0:
-            yield bound, lengths
-            continue
+            return bound, lengths
         p, begin = partitions - left, sum(lengths)
         for end in ends(p, begin):
-            with_next = combine(so_far, cost(p, begin, end))
+            with_next = combine(so_far, cost(begin, end))
             if with_next == inf:
                 break
             bound = combine(with_next, rest[p + 1][end])

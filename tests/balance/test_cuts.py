@@ -1,0 +1,59 @@
+"""The cut solver compared with trying all cuts."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, combinations, pairwise
+from math import nan
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipekernels.balance.cuts import solve
+
+
+def all_balances(n: int, partitions: int) -> Iterator[list[int]]:
+    """The lengths of the partitions, of every cut of ``n`` elements."""
+    for inner in combinations(range(1, n), partitions - 1):
+        yield [b - a for a, b in pairwise([0, *inner, n])]
+
+
+def slices(balance: Sequence[int]) -> list[slice]:
+    """The elements of each partition."""
+    return [slice(a, b) for a, b in pairwise([0, *accumulate(balance)])]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 9))
+def test_solve_is_optimal(costs: list[int], partitions: int) -> None:
+    if partitions > len(costs):
+        with pytest.raises(ValueError, match="cannot be cut"):
+            solve(costs, partitions)
+        return
+
+    def order(lengths: list[int]) -> tuple[int, ...]:
+        sums = [sum(costs[part]) for part in slices(lengths)]
+        return max(sums), sum(s**2 for s in sums), sum(length**2 for length in lengths)
+
+    lengths = solve(costs, partitions)
+    assert lengths in (possible := list(all_balances(len(costs), partitions)))
+    assert order(lengths) == min(map(order, possible))
+
+
+@pytest.mark.parametrize(
+    ("costs", "partitions", "balance"),
+    [
+        ([10, 1, 1, 1, 1], 3, [1, 2, 2]),
+        ([1, 1, 1, 1, 10], 3, [2, 2, 1]),
+        ([0, 0, 0, 0, 0, 0], 3, [2, 2, 2]),
+        ([0.5, 0.25, 0.25, 0.5], 3, [1, 2, 1]),
+        ([10, 1, 1, 1, 3], 3, [1, 3, 1]),  # Costs are evened out before lengths.
+    ],
+)
+def test_equal_costs_are_balanced(costs: list[float], partitions: int, balance: list[int]) -> None:
+    assert solve(costs, partitions) == balance
+
+
+@pytest.mark.parametrize(("costs", "partitions"), [([1, 2], 0), ([1, -2], 1), ([1, nan], 1)])
+def test_solve_refuses_invalid_costs_and_partitions(costs: list[int], partitions: int) -> None:
+    with pytest.raises(ValueError, match="must|may"):
+        solve(costs, partitions)
