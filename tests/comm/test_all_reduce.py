@@ -1,4 +1,4 @@
-"""Collectives compared with ``pipekernels.reference``: bits, dtypes, layouts, memory, errors."""
+"""Collectives compared with ``support/reference.py``: bits, dtypes, layouts, memory, errors."""
 
 import functools
 import itertools
@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import reference
 from support.checks import assert_raises
 from support.levels import in_gate
 from support.ranks import on, on_ranks, run_processes, run_threads
 from support.sweeps.collectives import ALGORITHMS, FLOATS, Call, make, place, same_bits
 from torch import Tensor
 
-from pipekernels import Communicator, ops, reference
+from pipekernels import Communicator, ops
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import reference
 from support.checks import assert_full_gradients, assert_raises
 from support.ranks import on, on_ranks, run_processes, run_threads
 from torch import Tensor, nn
 
-from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, ops, reference
+from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, ops
 from pipekernels.tensor_parallel import functional as tp
 
 WORLD_SIZES = [1, 2, 3, 4]

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from support import reference
 from support.ranks import on, on_ranks, run_threads
 from support.sweeps.collectives import ALGORITHMS, FLOATS
 from torch import Tensor
 
-from pipekernels import Communicator, ops, reference
+from pipekernels import Communicator, ops
 
 TERMS = 8
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import reference
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipekernels import reference
 from pipekernels.local_ops import micro_batch
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 

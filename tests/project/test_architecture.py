@@ -24,7 +24,6 @@ MAY_IMPORT = {
     "_arguments": set(),
     "_cache": set(),
     "_log": set(),
-    "reference": set(),
     "_backend": {"_torch_private", "_version"},
     "kernels": {"_cache", "_torch_private"},
     "device": {"_backend"},

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 1_430,
+    "pipekernels": 1_330,
     "pipekernels/balance": 520,
     "pipekernels/binding": 380,
     "pipekernels/comm": 2_050,
@@ -36,11 +36,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 30_140,
+    "tests": 30_210,
     "bench": 6_490,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 25_130, "core": 20_690}
+TOTALS = {"pipekernels": 25_030, "core": 20_690}
 
 
 def lines(files: Iterable[Path]) -> int:

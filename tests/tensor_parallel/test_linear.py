@@ -18,7 +18,6 @@ from pipekernels import (
     ColumnParallelLinear,
     Communicator,
     RowParallelLinear,
-    reference,
 )
 from pipekernels.tensor_parallel.functional import reduce_from_ranks, row_linear
 
@@ -197,16 +196,6 @@ def test_column_then_row_is_the_plain_pair(world_size: int, device: torch.device
         assert_full_gradients(nn.Sequential(first, second), nn.Sequential(up, down))
 
     run_threads(world_size, on(device, on_rank))
-
-
-def test_the_reference_equals_the_plain_layer() -> None:
-    case = Case(torch.float64)
-    weights = list(case.linear.weight.tensor_split(3, 1))
-    y = reference.row_parallel_linear(list(case.x.tensor_split(3, 1)), weights, case.linear.bias)
-    case.check(y.detach(), "y", IN + 3)
-    weights, biases = (list(p.tensor_split(3)) for p in (case.linear.weight, case.linear.bias))
-    parts = reference.column_parallel_linear(case.x, weights, biases)
-    case.check(torch.cat(parts, -1).detach(), "y", IN)
 
 
 def test_skip_bias_add_and_no_reduction(device: torch.device) -> None:

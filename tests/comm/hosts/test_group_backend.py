@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from support import reference
 from support.ranks import in_group
 
-from pipekernels import Communicator, _backend, reference
+from pipekernels import Communicator, _backend
 from pipekernels.comm.hosts import cuda
 
 pytestmark = pytest.mark.processes

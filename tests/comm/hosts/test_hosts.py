@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import reference
 from support.levels import in_gate
 from support.ranks import as_test, leakable_resources, leaves_the_group, picklable, run_processes
 from torch import nn
 
-from pipekernels import Communicator, PeerError, RowParallelLinear, ops, reference
+from pipekernels import Communicator, PeerError, RowParallelLinear, ops
 from pipekernels.comm.codes import REDUCIBLE
 
 pytestmark = pytest.mark.processes

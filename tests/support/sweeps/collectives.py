@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipekernels import Communicator, reference
+from pipekernels import Communicator
+from support import reference
 from support.ranks import run_processes, run_threads
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring")

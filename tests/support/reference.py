@@ -1,4 +1,4 @@
-"""Reference implementations of every operation in plain torch, for tests.
+"""Operations on micro-batches and collectives in plain torch and higher precision.
 
 Those of the collectives take the tensors of all ranks at once.
 """
@@ -70,30 +70,3 @@ def reduce_scatter(inputs: list[Tensor], op: str = "sum", order: str = "rank") -
 def all_gather(inputs: list[Tensor]) -> Tensor:
     """The inputs of all ranks along dimension 0, as every rank receives them."""
     return torch.cat(inputs)
-
-
-def broadcast(inputs: list[Tensor], src: int = 0) -> Tensor:
-    """The tensor of rank ``src``, as every rank receives it."""
-    return inputs[src].clone()
-
-
-# ---- tensor-parallel linears ----
-
-
-def row_parallel_linear(
-    inputs: list[Tensor], weights: list[Tensor], bias: Tensor | None = None
-) -> Tensor:
-    """The output of a linear layer whose input features, and columns of the weight, are sharded.
-
-    The ranks' products are summed in rank order; the bias is added once, after that.
-    """
-    total = all_reduce([x @ w.t() for x, w in zip(inputs, weights, strict=True)])
-    return total if bias is None else total + bias
-
-
-def column_parallel_linear(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor] | None = None
-) -> list[Tensor]:
-    """Each rank's part of the output, if the output features are sharded."""
-    parts = [x @ w.t() for w in weights]
-    return parts if biases is None else [y + b for y, b in zip(parts, biases, strict=True)]
