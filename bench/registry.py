@@ -30,7 +30,6 @@ CPU = {
     "memory": "bench.pipeline.memory",
     "micro_batch": "bench.micro_batch",
     "pipe": "bench.pipeline.pipe",
-    "pipelined_generation": "bench.pipeline.pipelined_generation",
     "tensor_parallel": "bench.tensor_parallel",
     "timeline": "bench.pipeline.timeline",
     "torch_distributed": "bench.distributed.calls",

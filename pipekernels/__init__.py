@@ -1,9 +1,9 @@
 """Pipeline and tensor parallelism for PyTorch, on CPUs and CUDA GPUs, with its own kernels."""
 
+import pipekernels.huggingface  # noqa: F401 (It registers its plan providers.)
 from pipekernels import _log, balance, batchnorm, ops, skip
 from pipekernels._version import __version__
 from pipekernels.comm import CollectiveBarrier, Communicator, PeerError
-from pipekernels.huggingface import generate_pipelined
 from pipekernels.pipeline import (
     NoChunk,
     Pipe,
@@ -42,7 +42,6 @@ __all__ = [
     "batchnorm",
     "execute_pipeline",
     "execute_pipeline_step",
-    "generate_pipelined",
     "get_device",
     "is_checkpointing",
     "is_recomputing",

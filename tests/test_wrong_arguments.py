@@ -12,7 +12,6 @@ from torch import nn
 from pipekernels import (
     Communicator,
     Pipe,
-    generate_pipelined,
     parallelize_module,
     parallelize_pipeline,
     skip,
@@ -79,8 +78,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # By a TypeError.
         "store must be a torch.distributed.Store, got str",
     ),
     "rank": (lambda: Communicator.from_store(dist.HashStore(), "0", 1), "rank must be an int"),
-    "decoder": (lambda: generate_pipelined(None, X, [], chunks=1), "model must be a decoder"),
-    "tokens": (lambda: generate_pipelined(LINEAR, "a", [], chunks=1), "input_ids must be a tensor"),
     "norms": (lambda: convert_deferred_batch_norm([]), "module must be an nn.Module"),
     "skips": (lambda: skip.verify_skippables(None), "module must be an nn.Sequential"),
     "map": (lambda: parallelize_pipeline(LAYERS, None), "module_to_device must be a mapping"),

@@ -97,13 +97,6 @@ LOSSES = [
         {"two threads": "two threads"},
     ),
     Line(
-        "generation of 8 sequences in 2 stages",
-        "pipelined_generation",
-        {},
-        "pipelined, 2",
-        {"whole batch, two threads": "the whole batch on two threads"},
-    ),
-    Line(
         "a DDP step of a 3 M GPT, 2 ranks",
         "ddp",
         {},

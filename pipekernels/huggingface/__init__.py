@@ -3,7 +3,6 @@
 from pipekernels.huggingface.accelerator import adapt_accelerator
 from pipekernels.huggingface.adapters import Peft, add_adapters
 from pipekernels.huggingface.load import load_pretrained
-from pipekernels.huggingface.pipelined_generation import generate_pipelined
 from pipekernels.huggingface.plans import Transformers
 from pipekernels.huggingface.trainer import TrainerMixin
 from pipekernels.tensor_parallel.plan.providers import register_plan_provider
@@ -12,7 +11,6 @@ __all__ = [
     "TrainerMixin",
     "adapt_accelerator",
     "add_adapters",
-    "generate_pipelined",
     "load_pretrained",
 ]
 

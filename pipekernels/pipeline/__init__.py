@@ -1,9 +1,6 @@
 """Pipeline parallelism: a model cut into stages that work on different micro-batches at the same
 time."""
 
-from importlib import import_module
-from typing import Any
-
 from pipekernels.pipeline.pipe import Pipe
 from pipekernels.pipeline.placement.device_map import (
     get_device,
@@ -32,7 +29,6 @@ __all__ = [
     "Timeline",
     "execute_pipeline",
     "execute_pipeline_step",
-    "generate_pipelined",
     "get_device",
     "is_checkpointing",
     "is_recomputing",
@@ -43,10 +39,3 @@ __all__ = [
     "unparallelize_module",
     "unparallelize_pipeline",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """``generate_pipelined``, which is importable from here but lives above this package."""
-    if name == "generate_pipelined":
-        return import_module("pipekernels.huggingface").generate_pipelined
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -90,8 +90,7 @@ def _deny_opaque(leaf: Any) -> None:
     if hasattr(leaf, "to") or _holds_tensors(leaf, DEPTH):
         raise TypeError(
             f"an argument of type {type(leaf).__name__} cannot be split into micro-batches; pass "
-            "its tensors, in tuples, lists, dicts or dataclasses, or use chunks=1; a cache of keys "
-            "and values is for pipekernels.generate_pipelined"
+            "its tensors, in tuples, lists, dicts or dataclasses, or use chunks=1"
         )
 
 
