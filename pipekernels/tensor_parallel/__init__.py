@@ -10,7 +10,6 @@ from pipekernels.tensor_parallel.checkpoint import OptimizerCheckpoint, checkpoi
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
-from pipekernels.tensor_parallel.experts import ExpertLoad, count_expert_load
 from pipekernels.tensor_parallel.int8 import quantize_weights
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.plan.invariance_check import check_invariance
@@ -25,7 +24,6 @@ from pipekernels.tensor_parallel.state import (
 
 __all__ = [
     "ColumnParallelLinear",
-    "ExpertLoad",
     "ModelPlan",
     "OptimizerCheckpoint",
     "ParallelMultiheadAttention",
@@ -38,7 +36,6 @@ __all__ = [
     "check_invariance",
     "checkpoint_state_dict",
     "clip_grad_norm_",
-    "count_expert_load",
     "full_optimizer_state_dict",
     "full_state_dict",
     "load_full_optimizer_state_dict",

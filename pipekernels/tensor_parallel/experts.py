@@ -20,10 +20,6 @@ second product     ``[E, H, I / R]``: ``[T K, H]``           ``[E / R, H, I]``: 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -41,7 +37,7 @@ from pipekernels.tensor_parallel.functional import (
     reduce_from_ranks,
     shard_sizes,
 )
-from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding, sharded_layers
+from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -277,64 +273,3 @@ class ParallelExperts(ShardedLayer):
             f"inner_size={self.inner_size}, expert_parallel={self.expert_parallel}, "
             f"rank={self.rank}, world_size={self.world_size}"
         )
-
-
-@dataclass
-class ExpertLoad:
-    """Tokens that a router has sent to the experts of a layer, the same on every rank."""
-
-    tokens_per_expert: Tensor
-    """``[experts]``: a token counts for each expert that it is routed to."""
-    experts_per_rank: list[int]
-    """How many consecutive experts each rank holds; empty if every rank holds a slice of each."""
-
-    @property
-    def tokens_per_rank(self) -> list[int]:
-        """Sums over the experts of each rank; empty if every rank holds a slice of each."""
-        counts = iter(self.tokens_per_expert.tolist())
-        return [sum(islice(counts, size)) for size in self.experts_per_rank]
-
-
-@contextmanager
-def count_expert_load(model: nn.Module) -> Iterator[dict[str, ExpertLoad]]:
-    """Count the tokens that the routers of a sharded model send to each expert, in the forwards of
-    the ``with`` block. Nothing is sent: all ranks have all tokens.
-
-    Args:
-        model: with experts that :func:`tensor_parallelize` has sharded.
-
-    Yields:
-        The load of each layer of experts, by its name in the model; it grows with each forward.
-
-    Raises:
-        ValueError: the model has no sharded experts whose forward is told what the router chose.
-    """
-    layers = [
-        layer
-        for layer in sharded_layers(model)
-        if isinstance(layer, ParallelExperts) and layer.is_routed
-    ]
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no sharded experts that take the choices of a router; "
-            "call tensor_parallelize first, with a plan that names experts"
-        )
-    loads = {}
-    hooks = []
-    for layer in layers:
-        sizes = shard_sizes(layer.num_experts, layer.world_size) if layer.expert_parallel else []
-        load = ExpertLoad(torch.zeros(layer.num_experts, dtype=torch.long), sizes)
-        loads[layer.name or ""] = load
-
-        def add(
-            layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any], load: ExpertLoad = load
-        ) -> None:
-            chosen = (args[1] if len(args) > 1 else named["top_k_index"]).detach().flatten().cpu()
-            load.tokens_per_expert += chosen.bincount(minlength=len(load.tokens_per_expert))
-
-        hooks.append(layer.register_forward_pre_hook(add, with_kwargs=True))
-    try:
-        yield loads
-    finally:
-        for hook in hooks:
-            hook.remove()

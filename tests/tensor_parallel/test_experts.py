@@ -7,10 +7,10 @@ import torch
 from support.checks import assert_raises, assert_same_state
 from support.kernels.experts import EXPERTS, HIDDEN, Experts
 from support.ranks import run_threads
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipekernels import Communicator, tensor_parallelize
-from pipekernels.tensor_parallel import count_expert_load, full_state_dict
+from pipekernels import Communicator
+from pipekernels.tensor_parallel import full_state_dict
 from pipekernels.tensor_parallel.experts import ParallelExperts
 
 LAYOUTS: dict[str, dict[str, bool]] = {
@@ -146,30 +146,3 @@ def test_few_tokens_take_one_call_per_product(
             torch.testing.assert_close(layer(x, chosen, weights), expected, rtol=0, atol=1e-12)
 
     run_threads(2, body)
-
-
-@both
-def test_the_load_of_experts_and_ranks_is_counted(expert_parallel: bool) -> None:
-    full = Experts()
-    chosen = torch.tensor([[0, 1], [0, 4], [0, 1]])
-    weights = torch.rand(3, 2, dtype=torch.float64)
-    x = torch.randn(3, HIDDEN, dtype=torch.float64)
-
-    def body(comm: Communicator) -> None:
-        model = nn.Sequential(full)
-        plan = {"0": "expert_parallel" if expert_parallel else "experts"}
-        tensor_parallelize(model, plan, comm)
-        with count_expert_load(model) as loads:
-            model[0](x, chosen, weights)
-            model[0](x[:1], top_k_index=chosen[:1], top_k_weights=weights[:1])
-        model[0](x, chosen, weights)
-        (load,) = loads.values()
-        assert load.tokens_per_expert.tolist() == [4, 3, 0, 0, 1]
-        assert load.tokens_per_rank == ([7, 1] if expert_parallel else [])
-
-    run_threads(2, body)
-
-
-def test_a_model_without_experts_has_no_load() -> None:
-    counting = count_expert_load(nn.Linear(2, 2))
-    assert_raises(ValueError, "Linear has no sharded experts", counting.__enter__)
