@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -315,10 +315,10 @@ class Communicator(Collectives):
             self._cpu_backend.abort()
         self.close()
 
-    def _exchange(self, item: Any, parse: Callable[[Any], T]) -> list[T]:
+    def _exchange(self, item: Any, message_type: type[T]) -> list[T]:
         """See :class:`pipekernels.comm.join.rendezvous.AllGather`."""
         gather = lambda row: self.all_gather(row[None])
-        return messages.all_gather(item, parse, gather, torch.device("cpu"))
+        return messages.all_gather(item, message_type, gather, torch.device("cpu"))
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self._rank}, world_size={self._world_size})"
@@ -333,11 +333,21 @@ def _load() -> Any:
     return module
 
 
+class _Choice(NamedTuple):
+    color: int | None
+    key: int
+
+
+class _Made(NamedTuple):
+    handles: list[int]  # Of communicators, or none of these and the problem.
+    problem: str
+
+
 def _divide_threads(
     parent: Communicator, color: int | None, key: int, *, device_blocks: int
 ) -> Communicator | None:
     """:meth:`Communicator.split` for ranks that are threads: the first rank makes the new ones."""
-    ranks = of_color(parent._exchange((color, key), _parse_choice), color)
+    ranks = of_color(parent._exchange(_Choice(color, key), _Choice), color)
     made, problem = [], ""
     if color is not None and ranks[0] == parent.rank:
         try:
@@ -346,19 +356,9 @@ def _divide_threads(
             )
         except Exception as error:  # noqa: BLE001 (Sent to the peers.)
             problem = problem_of(0, error)
-    answers = parent._exchange(([each.handle for each in made], problem), _parse_handles)
+    answers = parent._exchange(_Made([each.handle for each in made], problem), _Made)
     handles, problem = answers[ranks[0]]
     own = Communicator.from_handle(handles[ranks.index(parent.rank)]) if handles else None
     parent.barrier()  # Keep ``made`` alive until every rank has taken its communicator.
     raise_join_failure([problem])
     return own
-
-
-def _parse_choice(record: Any) -> tuple[int | None, int]:
-    color, key = messages.fields(record, (int, type(None)), int)
-    return color, key
-
-
-def _parse_handles(record: Any) -> tuple[list[int], str]:
-    handles, problem = messages.fields(record, list, str)
-    return messages.fields(handles, *[int] * len(handles)), problem

@@ -1,13 +1,15 @@
-"""Messages between ranks: JSON, whose structure the receiver checks.
+"""Messages between ranks: JSON, which the receiver checks against a type.
 
 Not pickles: anyone with access to the store or a connection could make every rank run code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -16,68 +18,71 @@ from torch import Tensor
 T = TypeVar("T")
 
 MOST = 16 << 20  # Largest message in bytes.
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 def encode(item: Any) -> bytes:
-    """``item``, a JSON value, as bytes for :func:`decode`."""
-    return json.dumps(item).encode()
+    """``item``, a value of a type that :func:`read` knows, as bytes for :func:`decode`."""
+
+    def plain(value: Any) -> Any:
+        return str(value) if isinstance(value, torch.dtype) else list(vars(value).values())
+
+    return json.dumps(item, default=plain).encode()
 
 
-def decode(data: bytes, sender: str, parse: Callable[[Any], T]) -> T:
-    """Decode a message and convert it by ``parse``.
+def decode(data: bytes, sender: str, message_type: type[T]) -> T:
+    """Decode a message of the type ``message_type``, see :func:`read`.
 
     Args:
         data: the message.
         sender: its sender, for errors.
-        parse: converts the JSON value; raises ValueError if its structure is wrong.
+        message_type: what :func:`encode` was given.
 
     Raises:
-        RuntimeError: ``data`` is not JSON, or ``parse`` raises a ValueError.
+        RuntimeError: ``data`` is not JSON, or of another type.
     """
     try:
-        return parse(json.loads(data))
+        found: T = read(json.loads(data), message_type)
     except (ValueError, RecursionError) as error:
         raise RuntimeError(
             f"{sender} sent {data[:80]!r}, which cannot be read ({error}); all ranks must run the "
             "same version of pipekernels, and nobody else may write to their store"
         ) from None
+    return found
 
 
-def fields(record: Any, *kinds: type | tuple[type, ...]) -> list[Any]:
-    """Return ``record`` if it is a list of values of exactly these types; else ValueError."""
-    wanted = [kind if isinstance(kind, tuple) else (kind,) for kind in kinds]
-    if (
-        type(record) is not list
-        or len(record) != len(wanted)
-        or any(type(value) not in kind for value, kind in zip(record, wanted, strict=True))
-    ):
-        names = [" or ".join(each.__name__ for each in kind) for kind in wanted]
-        raise ValueError(f"expected a list of {', '.join(names)}")
-    return record
+def read(record: Any, message_type: Any) -> Any:
+    """A JSON value as the type ``message_type``; ValueError if it is of another type.
 
-
-def text(record: Any) -> str:
-    """``record`` if it is a string; ValueError if not."""
-    if type(record) is not str:
-        raise ValueError("expected a string")
-    return record
-
-
-def texts(record: Any) -> list[str]:
-    """``record`` if it is a list of strings; ValueError if not."""
-    if type(record) is not list or any(type(item) is not str for item in record):
-        raise ValueError("expected a list of strings")
-    return record
+    That is ``str``, ``int``, ``bool``, ``None``, ``torch.dtype``, ``list[...]``,
+    ``tuple[..., ...]``, a union, or a dataclass or NamedTuple of these, in JSON a list of fields.
+    """
+    of = get_args(message_type)
+    if get_origin(message_type) in (Union, UnionType):
+        for each in of:
+            with contextlib.suppress(ValueError):
+                return read(record, each)
+    elif message_type is torch.dtype:
+        if type(record) is str and record in _DTYPES:
+            return _DTYPES[record]
+    elif type(record) is not list:
+        if type(record) is message_type:  # A bool is no int.
+            return record
+    elif of:  # A list or tuple of items.
+        return get_origin(message_type)(read(item, of[0]) for item in record)
+    elif (fields := get_type_hints(message_type)) and len(fields) == len(record):
+        return message_type(*map(read, record, fields.values()))
+    raise ValueError(f"expected {message_type}")
 
 
 def all_gather(
-    item: Any, parse: Callable[[Any], T], gather: Callable[[Tensor], Tensor], device: torch.device
+    item: Any, message_type: type[T], gather: Callable[[Tensor], Tensor], device: torch.device
 ) -> list[T]:
-    """The items of all ranks, converted by ``parse``, in rank order.
+    """The items of all ranks, in rank order.
 
     Args:
-        item: this rank's JSON value.
-        parse: as for :func:`decode`.
+        item: this rank's, of the type ``message_type``.
+        message_type: as for :func:`decode`.
         gather: gathers each rank's ``[n]`` into ``[ranks, n]``, for tensors on ``device``.
         device: see above.
     """
@@ -87,13 +92,13 @@ def all_gather(
         _check_size(size, rank)
     rows = gather(torch.nn.functional.pad(data, (0, max(sizes) - data.numel())))
     return [
-        decode(bytes(row[:size].tolist()), f"rank {rank}", parse)
+        decode(bytes(row[:size].tolist()), f"rank {rank}", message_type)
         for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))
     ]
 
 
 def all_gather_in_group(
-    item: Any, parse: Callable[[Any], T], group: dist.ProcessGroup | None
+    item: Any, message_type: type[T], group: dist.ProcessGroup | None
 ) -> list[T]:
     """:func:`all_gather` over the ranks of a group."""
     world_size = dist.get_world_size(group)
@@ -103,7 +108,7 @@ def all_gather_in_group(
         dist.all_gather(list(rows.unbind()), tensor, group)
         return rows
 
-    return all_gather(item, parse, gather, _device_of(group))
+    return all_gather(item, message_type, gather, _device_of(group))
 
 
 def send(item: Any, rank: int, group: dist.ProcessGroup) -> None:
@@ -113,14 +118,14 @@ def send(item: Any, rank: int, group: dist.ProcessGroup) -> None:
     dist.send(data, rank, group)
 
 
-def receive(parse: Callable[[Any], T], rank: int, group: dist.ProcessGroup) -> T:
-    """Receive an item that ``rank`` sends by :func:`send`, converted by ``parse``."""
+def receive(message_type: type[T], rank: int, group: dist.ProcessGroup) -> T:
+    """Receive an item of the type ``message_type`` that ``rank`` sends by :func:`send`."""
     size = torch.empty(1, dtype=torch.int64, device=_device_of(group))
     dist.recv(size, rank, group)
     _check_size(int(size), rank)
     data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
     dist.recv(data, rank, group)
-    return decode(bytes(data.tolist()), f"rank {rank}", parse)
+    return decode(bytes(data.tolist()), f"rank {rank}", message_type)
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:

@@ -16,13 +16,14 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
 from pipekernels import _backend
 from pipekernels.binding.warning import check_places_once
-from pipekernels.comm import all_reduce_limits, messages
+from pipekernels.comm import all_reduce_limits
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.link import Link
@@ -36,12 +37,17 @@ _RETRY = 0.002  # Seconds between attempts to connect to a socket whose queue is
 _LOOK = 0.2  # Seconds between looks whether processes still run.
 
 
-class _Process(NamedTuple):
+@dataclass(frozen=True)
+class _Process:
     host: tuple[str, ...]
     pid: int
     address: str  # Of its socket.
     color: int | None = 0
     key: int = 0
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\0pipekernels-[0-9a-f]{32}", self.address):
+            raise ValueError(f"{self.address!r} is not the address of a rank")
 
 
 class JoinedRank(NamedTuple):
@@ -81,10 +87,11 @@ def join_processes(
             introduction = _Process(host_identity(), os.getpid(), address, color, key)
         except OSError as error:
             introduction = problem_of(rendezvous.rank, error)
-        everyone = rendezvous.all_gather(introduction, _introduction)
+        either = cast("type[_Process | str]", _Process | str)
+        everyone = rendezvous.all_gather(introduction, either)
         raise_join_failure(other for other in everyone if isinstance(other, str))
         if color is None:
-            rendezvous.all_gather("", messages.text)
+            rendezvous.all_gather("", str)
             return None
         deadline = rendezvous.deadline or Deadline(timeout)
         introduced = [other for other in everyone if isinstance(other, _Process)]
@@ -114,7 +121,7 @@ def join_processes(
         except Exception as error:  # noqa: BLE001 (Sent to the peers.)
             problem = problem_of(rank, error)
             listener.close()  # Peers that wait for the memory stop waiting.
-        problems = rendezvous.all_gather(problem, messages.text)
+        problems = rendezvous.all_gather(problem, str)
         problems = [problems[member] for member in ranks]
         if any(problems):
             segment = None  # Else the traceback would keep it alive.
@@ -253,17 +260,6 @@ def _connect(connection: socket.socket, address: str, deadline: Deadline) -> Non
             if deadline.left() == 0:
                 raise TimeoutError from None
         time.sleep(_RETRY)
-
-
-def _introduction(record: Any) -> _Process | str:
-    """Parse a process, or the message of one that failed; ValueError for anything else."""
-    if type(record) is str:
-        return record
-    host, *rest = messages.fields(record, list, int, str, (int, type(None)), int)
-    process = _Process(tuple(messages.texts(host)), *rest)
-    if not re.fullmatch(r"\0pipekernels-[0-9a-f]{32}", process.address):
-        raise ValueError(f"{process.address!r} is not the address of a rank")
-    return process
 
 
 def _peer_pid(connection: socket.socket) -> int | None:

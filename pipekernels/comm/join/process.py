@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from pipekernels.comm import messages
 
@@ -19,21 +19,23 @@ def host_identity() -> tuple[str, ...]:
     return (socket.gethostname(), boot_id, *namespaces, str(os.geteuid()), override)
 
 
-def own_process() -> list[Any]:
-    """The host, pid and start time of this process."""
-    return [list(host_identity()), os.getpid(), start_time(os.getpid())]
+class Process(NamedTuple):
+    """What tells a process from all others."""
+
+    host: tuple[str, ...]
+    pid: int
+    begun: int | None
+
+
+def own_process() -> Process:
+    return Process(host_identity(), os.getpid(), start_time(os.getpid()))
 
 
 def has_died(process: bytes) -> bool:
     """Whether a message of :func:`own_process` is of a process of this host that has ended. False
     for those of other hosts, which cannot be seen."""
-    host, pid, begun = messages.decode(process, "a rank", _parse)
-    return tuple(host) == host_identity() and start_time(pid) != begun
-
-
-def _parse(record: Any) -> tuple[list[str], int, int | None]:
-    host, pid, begun = messages.fields(record, list, int, (int, type(None)))
-    return messages.texts(host), pid, begun
+    host, pid, begun = messages.decode(process, "a rank", Process)
+    return host == host_identity() and start_time(pid) != begun
 
 
 def start_time(pid: int) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -25,10 +25,10 @@ _LONGEST_PAUSE = 0.1  # Seconds between polls of that key.
 
 
 class AllGather(Protocol):
-    """A collective that returns the items (JSON values) of all ranks, in rank order; ``parse`` as
-    for :func:`pipekernels.comm.messages.decode`."""
+    """A collective that returns the items of all ranks, in rank order; ``message_type`` as for
+    :func:`pipekernels.comm.messages.decode`."""
 
-    def __call__(self, item: Any, parse: Callable[[Any], T]) -> list[T]: ...
+    def __call__(self, item: Any, message_type: type[T]) -> list[T]: ...
 
 
 class Rendezvous(NamedTuple):
@@ -65,14 +65,15 @@ def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline
     """The processes that share ``store``, which :func:`meet` has returned."""
     rounds = 0
 
-    def all_gather(item: Any, parse: Callable[[Any], T]) -> list[T]:
+    def all_gather(item: Any, message_type: type[T]) -> list[T]:
         nonlocal rounds
         rounds += 1
         keys = [f"{rounds}/{peer}" for peer in range(world_size)]
         store.set(keys[rank], messages.encode(item).decode())
         _await_ranks(store, keys, store, deadline)
         return [
-            messages.decode(store.get(key), f"rank {peer}", parse) for peer, key in enumerate(keys)
+            messages.decode(store.get(key), f"rank {peer}", message_type)
+            for peer, key in enumerate(keys)
         ]
 
     return Rendezvous(rank, world_size, all_gather, store, None, deadline)
@@ -151,7 +152,7 @@ def _enter(store: dist.Store, token: str, rank: int, world_size: int, deadline: 
             store.set(keys[rank], token)
             entered = session
         if store.check([f"{session}/all"]):
-            tokens = messages.decode(store.get(f"{session}/all"), "rank 0", messages.texts)
+            tokens = messages.decode(store.get(f"{session}/all"), "rank 0", list[str])
             if tokens[rank : rank + 1] == [token]:
                 return session
         if deadline.left() == 0:

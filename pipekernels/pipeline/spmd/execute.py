@@ -16,7 +16,7 @@ and put is an ordinary graph, whose memory the backward frees step by step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -292,11 +292,16 @@ def _pass_all(
     return token, None
 
 
+class _Report(NamedTuple):
+    raised: str | None
+    features: Features | None
+
+
 def _agree(axis: Axis, failure: Exception | None, features: Features | None) -> Features:
     """Exchange errors between all stages and raise if there is one; returns the features of the
     last stage's output."""
-    report = None if failure is None else repr(failure), features and features.as_message()
-    reports = messages.all_gather_in_group(report, _report, axis.group)
+    report = _Report(None if failure is None else repr(failure), features)
+    reports = messages.all_gather_in_group(report, _Report, axis.group)
     if failure is not None:
         try:
             raise failure
@@ -308,14 +313,9 @@ def _agree(axis: Axis, failure: Exception | None, features: Features | None) -> 
                 f"stage {stage} of the pipeline, rank {axis.ranks[stage]}, raised {raised}; "
                 "the batch was given up on all stages"
             )
-    output = reports[-1][1]
+    output = reports[-1].features
     assert output is not None, "the last stage has not failed"
     return output
-
-
-def _report(record: Any) -> tuple[str | None, Features | None]:
-    raised, features = messages.fields(record, (str, type(None)), (list, type(None)))
-    return raised, Features.parse(features)
 
 
 class _Start(torch.autograd.Function):

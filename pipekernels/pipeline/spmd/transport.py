@@ -11,8 +11,6 @@ from torch import Tensor
 from pipekernels.comm import messages
 from pipekernels.pipeline.spmd.axis import Axis
 
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-
 
 class Features(NamedTuple):
     """What a rank must know about a tensor, or its gradient, before it receives it."""
@@ -25,27 +23,17 @@ class Features(NamedTuple):
     def of(cls, tensor: Tensor) -> Features:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    @classmethod
-    def parse(cls, record: Any) -> Features | None:
-        """The inverse of :meth:`as_message`, also of None; ValueError if ``record`` is neither."""
-        if record is None:
-            return None
-        shape, name, requires_grad = messages.fields(record, list, str, bool)
-        if name not in _DTYPES:
-            raise ValueError(f"there is no dtype {name!r}")
-        shape = messages.fields(shape, *[int] * len(shape))
-        return cls(tuple(shape), _DTYPES[name], requires_grad)
-
-    def as_message(self) -> list[Any]:
-        """As JSON has it."""
-        return [list(self.shape), str(self.dtype), self.requires_grad]
-
     def zeros(self, device: torch.device) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
         grad = " that requires a gradient" if self.requires_grad else ""
         return f"{self.dtype} {list(self.shape)}{grad}"
+
+
+class _Announcement(NamedTuple):
+    features: Features | None
+    number: int
 
 
 class _Link:
@@ -80,11 +68,10 @@ class _Link:
 
     def announce(self, features: Features | None, count: int) -> None:
         """Tell the receiver the features and number of tensors to come; None: there are none."""
-        message = features and features.as_message(), count
-        messages.send(message, self._rank, self._axis.group)
+        messages.send(_Announcement(features, count), self._rank, self._axis.group)
 
-    def announced(self) -> tuple[Features | None, int]:
-        return messages.receive(_announcement, self._rank, self._axis.group)
+    def announced(self) -> _Announcement:
+        return messages.receive(_Announcement, self._rank, self._axis.group)
 
     def expect(self, features: Features, count: int) -> None:
         """Post the first of ``count`` receives; :meth:`receive` posts the next one."""
@@ -111,11 +98,6 @@ class _Link:
             tensor = torch.empty(features.shape, dtype=features.dtype, device=self._device)
             work = dist.irecv(tensor, self._rank, self._axis.group)
             self._coming = cast(dist.Work, work), tensor
-
-
-def _announcement(record: Any) -> tuple[Features | None, int]:
-    features, count = messages.fields(record, (list, type(None)), int)
-    return Features.parse(features), count
 
 
 class Passage:

@@ -1,8 +1,10 @@
 """How ranks join: validation of messages, who may receive the shared memory, and timeouts."""
 
 import contextlib
+import dataclasses
 import os
 import pickle
+import secrets
 import signal
 import socket
 import threading
@@ -10,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -97,15 +99,40 @@ def test_nothing_in_a_store_is_unpickled(form: Callable[[bytes], Any], tmp_path:
     store = Poisoned()
     deadline = Deadline(20.0)
     with pytest.raises(RuntimeError, match="rank 1 sent .* cannot be read"):
-        rendezvous.over_store(store, 0, 2, deadline).all_gather("", messages.text)
+        rendezvous.over_store(store, 0, 2, deadline).all_gather("", str)
     assert not (tmp_path / "exploded").exists()
 
 
-def test_fields_must_have_exactly_the_given_types() -> None:
-    assert messages.fields([1, None, "a"], int, (str, type(None)), str) == [1, None, "a"]
-    for record in ([1, None], [True, None, "a"], [1, 2, "a"], (1, None, "a"), "abc", None):
-        with pytest.raises(ValueError, match="expected a list of int, str or NoneType, str"):
-            messages.fields(record, int, (str, type(None)), str)
+class Inner(NamedTuple):
+    names: list[str]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass
+class Outer:
+    number: int
+    inner: Inner | None
+    sizes: tuple[int, ...] = ()
+
+
+def test_messages_are_read_as_their_types() -> None:
+    for item in (
+        Outer(1, None),
+        Outer(1, Inner(["a", "b"], torch.bfloat16), (2, 3)),
+        Outer(1, Inner([], torch.int64)),
+    ):
+        assert messages.decode(messages.encode(item), "rank 1", Outer) == item
+    inner = [["a"], "torch.int8"]
+    for record in (
+        *("abc", None, 1, [], {}, [1, None], [1, None, [], []]),
+        *([True, None, []], [1.0, None, []], ["1", None, []], [None, None, []]),
+        *([1, None, 5], [1, None, ["2"]], [1, None, [True]], [1, None, [None]], [1, None, None]),
+        *([1, [], []], [1, inner[:1], []], [1, [[1], "torch.int8"], []], [1, [["a"], 5], []]),
+        *([1, [["a"], "torch.int9"], []], [1, [["a"], "torch.nn"], []], [1, [inner], []]),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            messages.read(record, Outer)
+    assert messages.read([1, inner, [2]], Outer) == Outer(1, Inner(["a"], torch.int8), (2,))
 
 
 @pytest.mark.parametrize("size", [-1, 0, messages.MOST + 1, 1 << 62])
@@ -114,7 +141,7 @@ def test_an_impossible_message_size_is_an_error(size: int) -> None:
         return torch.stack([tensor, torch.full_like(tensor, size)])
 
     with pytest.raises(RuntimeError, match=f"rank 1 announced a message of {size} bytes"):
-        messages.all_gather("", messages.text, gather, torch.device("cpu"))
+        messages.all_gather("", str, gather, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -139,7 +166,7 @@ def test_keys_of_earlier_ranks_in_a_store_are_ignored(
 @contextlib.contextmanager
 def listening(backlog: int) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0pipekernels-test-{os.getpid()}")
+        listener.bind(f"\0pipekernels-{secrets.token_hex(16)}")
         listener.listen(backlog)
         yield listener
 
@@ -191,7 +218,7 @@ def test_a_silent_stranger_does_not_delay_members() -> None:
         if child == 0:
             status = 1
             try:
-                first = bootstrap._Process((), os.getppid(), listener.getsockname())
+                first = bootstrap._Process((), os.getppid(), listener.getsockname().decode())
                 os.close(bootstrap._receive(first, 0, Deadline(20.0)))
                 status = 0
             finally:
@@ -208,7 +235,7 @@ def test_a_rank_waits_while_others_fill_the_listen_queue() -> None:
                 stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
                 stranger.setblocking(False)
                 stranger.connect(listener.getsockname())
-        first = bootstrap._Process((), os.getpid(), listener.getsockname())
+        first = bootstrap._Process((), os.getpid(), listener.getsockname().decode())
         with pytest.raises(TimeoutError, match="rank 7 did not hand out the shared memory"):
             bootstrap._receive(first, 7, Deadline(0.2))
 
