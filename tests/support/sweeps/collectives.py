@@ -1,4 +1,8 @@
-"""Random collectives, checked bit by bit, of ranks that make the same calls, or different ones."""
+"""The table of collectives: random calls, checked bit by bit against one oracle.
+
+Threads, processes, several hosts and the backend of torch.distributed draw their calls here; ranks
+make the same calls, or different ones.
+"""
 
 import functools
 import math
@@ -6,13 +10,15 @@ import random
 import statistics
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from pipekernels import Communicator
 from support import reference
@@ -22,6 +28,28 @@ ALGORITHMS = ("auto", "one_shot", "two_shot", "ring")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
 OTHERS = (torch.bool, torch.uint8, torch.int16, torch.complex64, torch.float8_e4m3fn)
+FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": torch.mul,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+}
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+    "and": dist.ReduceOp.BAND,
+    "or": dist.ReduceOp.BOR,
+    "xor": dist.ReduceOp.BXOR,
+}
+OPS = ("sum", "sum", "avg", "max", "min")
+OPERATIONS = (*["all_reduce"] * 5, "reduce_scatter", "all_gather", "broadcast")
+GROUP_OPERATIONS = (
+    *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter list", "broadcast", "scatter"),
+    *("all_gather", "all_gather list", "gather"),
+)
 KINDS = ("ordinary", "symmetric", "strided", "misaligned", "parameter")
 CPU = torch.device("cpu")
 WORLD_SIZES = range(2, 9)
@@ -44,39 +72,65 @@ class Call:
     src: int
     kinds: tuple[str, ...] = ("ordinary",)
     special: bool = False
+    whole: bool = False  # Floats are small whole numbers, whose sums are exact in any order.
     seed: int = 0
     algorithm: str = "auto"
 
     @classmethod
-    def draw(cls, seed: int, world_size: int, elements: int = ELEMENTS) -> "Call":
-        """The call of this seed; tensors of up to ``elements`` elements, mostly small ones."""
+    def draw(
+        cls, seed: int, world_size: int, elements: int = ELEMENTS, group: bool = False
+    ) -> "Call":
+        """The call of this seed; tensors of up to ``elements`` elements, mostly small ones.
+
+        Of a communicator, or, with ``group``, of torch.distributed, which has more dtypes and
+        reductions.
+        """
         generator = random.Random(seed)
-        operation = generator.choice(
-            ["all_reduce"] * 5 + ["reduce_scatter", "all_gather", "broadcast"]
-        )
-        dtype = generator.choice(FLOATS + INTEGERS + OTHERS * ("reduce" not in operation))
-        op = generator.choice(["sum", "sum", "avg", "max", "min"])
-        if dtype in INTEGERS and op == "avg":
+        operation = generator.choice(GROUP_OPERATIONS if group else OPERATIONS)
+        dtype = generator.choice(FLOATS + INTEGERS + OTHERS * (group or "reduce" not in operation))
+        op = generator.choice(OPS + tuple(FOLDS) * group)
+        if not _has(dtype, op) or (not group and op == "avg" and dtype in INTEGERS):
             op = "sum"
         count = int(elements ** generator.uniform(0, 1)) - generator.choice([0, 0, 0, 1])
         shape = generator.choice([[count], [count], [3, count // 3], [2, 1, count // 2]])
-        if operation == "reduce_scatter":
+        if "scatter" in operation:
             shape[0] = world_size * (-(-shape[0] // world_size))
         kinds = generator.choice([("ordinary",), ("symmetric",), KINDS])
         src, order = generator.randrange(world_size), generator.choice(["rank", "tree"])
         special = generator.random() < 0.2
-        return cls(operation, op, dtype, tuple(shape), order, src, kinds, special, seed)
+        return cls(operation, op, dtype, tuple(shape), order, src, kinds, special, group, seed)
+
+    def anywhere(self) -> "Call":
+        """The same call, for ranks whose order of summation is not known."""
+        special = self.special and self.op in ("max", "min")
+        return replace(self, order="rank", special=special, whole=True)
 
     def expected(self, rank: int, world_size: int) -> Tensor:
         """The oracle's answer for ``rank``."""
-        if self.operation == "broadcast":
-            return contents(self, self.src)
         inputs = [contents(self, r) for r in range(world_size)]
-        if self.operation == "all_reduce":
-            return reference.all_reduce(inputs, self.op, self.order)
-        if self.operation == "reduce_scatter":
-            return reference.reduce_scatter(inputs, self.op, self.order)[rank]
-        return reference.all_gather(inputs)
+        name = self.operation.removesuffix(" list")
+        if name == "broadcast":
+            return inputs[self.src]
+        if name == "scatter":
+            return inputs[self.src].chunk(world_size)[rank]
+        if name in ("reduce", "gather") and rank != self.src:
+            return inputs[rank]
+        if "gather" in name:
+            return torch.cat(inputs)
+        total = self._reduced(inputs)
+        return total.chunk(world_size)[rank] if name == "reduce_scatter" else total
+
+    def _reduced(self, inputs: list[Tensor]) -> Tensor:
+        if self.op in FOLDS:
+            wide = torch.float64 if self.dtype.is_floating_point else self.dtype
+            terms = [each.to(wide) for each in inputs]
+            return functools.reduce(FOLDS[self.op], terms).to(self.dtype)
+        if self.op == "avg" and not self.dtype.is_floating_point:  # Towards zero, as NCCL does.
+            total = reference.all_reduce([each.long() for each in inputs])
+            return total.div(len(inputs), rounding_mode="trunc").to(self.dtype)
+        if self.dtype == torch.float8_e4m3fn:
+            return reference.all_reduce([each.float() for each in inputs]).to(self.dtype)
+        return reference.all_reduce(inputs, self.op, self.order)
 
     def tensor(self, comm: Communicator, own: random.Random, device: torch.device = CPU) -> Tensor:
         """This rank's input, in memory that ``own`` picks."""
@@ -97,6 +151,15 @@ class Call:
         return tensor
 
 
+def _has(dtype: torch.dtype, op: str) -> bool:
+    """Whether torch.distributed has this reduction; only sums of float8 are in the table."""
+    if op in ("and", "or", "xor"):
+        return not (dtype.is_floating_point or dtype.is_complex)
+    if dtype in (torch.complex64, torch.float8_e4m3fn):
+        return op == "sum"
+    return op != "avg" or dtype != torch.bool
+
+
 @functools.lru_cache(maxsize=16)  # Shared by threads, and by the calls of one case.
 def contents(call: Call, rank: int) -> Tensor:
     """The input of ``rank``: numbers whose sums round; with ``special`` also infinities and NaN."""
@@ -107,7 +170,8 @@ def contents(call: Call, rank: int) -> Tensor:
         return torch.randint(limits.min, limits.max, call.shape, dtype=dtype, generator=generator)
     if dtype in OTHERS:
         return torch.randint(0, 100, call.shape, generator=generator).to(dtype)
-    values = torch.randn(call.shape, generator=generator, dtype=torch.float64).to(dtype)
+    values = torch.randn(call.shape, generator=generator, dtype=torch.float64)
+    values = ((4 * values).round() if call.whole else values).to(dtype)
     if call.special and values.numel() > 0:
         info = torch.finfo(dtype)
         odd = [math.inf, math.nan, -math.inf, -0.0, 0.0, info.max, info.tiny / 4]
@@ -127,7 +191,7 @@ def place(
         tensor = torch.frombuffer(memory, dtype=dtype, count=values.numel(), offset=shift)
         tensor = tensor.view(values.shape)
     elif kind == "strided":
-        tensor = torch.empty((*values.shape, 2), dtype=dtype, device=device)[..., 1]
+        tensor = torch.zeros((*values.shape, 2), dtype=dtype, device=device)[..., 1]
     else:
         empty = comm.empty if kind == "symmetric" else torch.empty
         tensor = empty(count, dtype=dtype, device=device)[shift:].view(values.shape)
@@ -161,6 +225,13 @@ def check(result: Tensor, expected: Tensor, special: bool = False) -> None:
 # ---- ranks that agree ----
 
 
+def check_neighbours(tensor: Tensor) -> None:
+    """Nothing was written between the elements of a ``strided`` tensor."""
+    whole = tensor._base
+    if whole is not None and whole.shape == (*tensor.shape, 2):
+        assert not bits(whole[..., 0]).any(), "memory between the elements has changed"
+
+
 def make(comm: Communicator, call: Call, device: torch.device = CPU) -> int:
     """Make a call by every algorithm, in other memory each time; the checksum of all results."""
     expected = call.expected(comm.rank, comm.world_size)
@@ -174,6 +245,7 @@ def make(comm: Communicator, call: Call, device: torch.device = CPU) -> int:
             in_place = call.operation in ("all_reduce", "broadcast")
             assert (result is x) == in_place, "the result is the input, or is not"
             assert in_place or same_bits(x, contents(call, comm.rank)), "the input has changed"
+            check_neighbours(x)
             checksums.add(zlib.crc32(bits(result).numpy()))
             assert len(checksums) == 1, "the bits differ from those of another run or algorithm"
         except AssertionError as error:
@@ -185,6 +257,75 @@ def make(comm: Communicator, call: Call, device: torch.device = CPU) -> int:
 def ways(call: Call) -> tuple[str, ...]:
     """The algorithms by which a call is made."""
     return (*ALGORITHMS, "auto") if call.operation == "all_reduce" else ("auto", "auto")
+
+
+def make_in_group(call: Call, async_op: bool) -> None:
+    """Make a call by torch.distributed, whose ranks may differ in the memory and, where the result
+    is in place, in the shape of their tensors."""
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    own = random.Random(f"{call.seed} {rank} {async_op}")
+    op, root, option = REDUCE_OPS[call.op], rank == call.src, {"async_op": async_op}
+    x, expected = call.tensor(group._comm, own), call.expected(rank, size)
+    slices = list(x.tensor_split(size)) if "scatter" in call.operation else []
+    in_place = call.operation in ("all_reduce", "reduce", "broadcast")
+    if in_place and x.is_contiguous() and own.random() < 0.3:
+        x, expected = x.view(-1), expected.reshape(-1)
+
+    def output(like: Tensor) -> Tensor:
+        return place(group._comm, torch.zeros_like(like), own.choice(KINDS), own.randrange(8))
+
+    outputs = [x]
+    match call.operation:
+        case "all_reduce":
+            work = dist.all_reduce(x, op, **option)
+        case "reduce":
+            work = dist.reduce(x, call.src, op, **option)
+        case "broadcast":
+            work = dist.broadcast(x, call.src, **option)
+        case "scatter":
+            outputs = [output(slices[0])]
+            work = dist.scatter(outputs[0], slices if root else None, call.src, **option)
+        case "reduce_scatter list":
+            outputs = [output(slices[0])]
+            work = dist.reduce_scatter(outputs[0], slices, op, **option)
+        case "reduce_scatter":
+            outputs = [output(slices[0])]
+            if async_op:
+                work = dist.reduce_scatter_tensor(outputs[0], x, op, async_op=True)
+            else:
+                options = waited(dist.ReduceScatterOptions, reduceOp=op)
+                work = group._reduce_scatter_base(outputs[0], x, options)
+        case "all_gather":
+            outputs = [output(torch.cat([x] * size))]
+            if async_op:
+                work = dist.all_gather_into_tensor(outputs[0], x, async_op=True)
+            else:
+                work = group._allgather_base(outputs[0], x, waited(AllgatherOptions))
+        case "all_gather list":
+            outputs = [output(x) for _ in range(size)]
+            work = dist.all_gather(outputs, x, **option)
+        case _:
+            outputs = [output(x) for _ in range(size)] if root else [x]
+            work = dist.gather(x, outputs if root else None, call.src, **option)
+    if work is not None:
+        work.wait()
+    try:
+        check(torch.cat(outputs) if len(outputs) > 1 else outputs[0], expected, call.special)
+        for tensor in (x, *outputs):
+            check_neighbours(tensor)
+        assert in_place or same_bits(x, contents(call, rank)), "the input has changed"
+    except AssertionError as error:
+        raise AssertionError(
+            f"rank {rank} of {size}, async_op={async_op}: {error}; {call}"
+        ) from None
+
+
+def waited(options: Callable[[], Any], **fields: Any) -> Any:
+    """Options of a call that its caller waits for, which some functions of torch do not set."""
+    made = options()
+    for name, value in {"asyncOp": False, **fields}.items():
+        setattr(made, name, value)
+    return made
 
 
 def make_all(comm: Communicator, calls: Sequence[Call]) -> list[int]:
