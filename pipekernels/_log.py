@@ -1,8 +1,8 @@
-"""Shows what the package logs, where ``PIPEKERNELS_LOG`` asks for it.
+"""``PIPEKERNELS_LOG``: shows what the package logs, on stderr.
 
 Modules log under their own names, so the loggers of rooms are ``pipekernels.pipeline``,
-``pipekernels.comm`` and so on. Logged is what the package chooses by itself, once when it is chosen
-and not in every call.
+``pipekernels.comm`` and so on. The package logs its choices once, when it makes them, and not in
+every call.
 """
 
 from __future__ import annotations
@@ -11,32 +11,9 @@ import logging
 import os
 import warnings
 
-import torch.distributed as dist
-
 VARIABLE = "PIPEKERNELS_LOG"
-LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
-
-
-class Formatter(logging.Formatter):
-    """Lines with time, level, logger, rank and process id."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "%(asctime)s %(levelname)s %(name)s [rank %(rank)s, pid %(process)d] %(message)s"
-        )
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.rank = rank()
-        return super().format(record)
-
-
-def rank() -> str:
-    """This process's rank, by torch.distributed or else by torchrun; ``-`` if neither knows."""
-    if dist.is_available() and dist.is_initialized():
-        return str(dist.get_rank())
-    return os.environ.get("RANK", "-")
-
-
+LEVELS = ("debug", "info", "warning")
+FORMAT = "%(asctime)s %(levelname)s %(name)s [pid %(process)d] %(message)s"
 _seen: set[tuple[object, ...]] = set()
 
 
@@ -48,24 +25,20 @@ def info_once(logger: logging.Logger, message: str, *args: object) -> None:
 
 
 def set_up() -> None:
-    """Keep the package silent, or write to stderr from the level that ``VARIABLE`` has on. Another
+    """Write to stderr from the level that ``VARIABLE`` has on, or keep the package silent. Another
     value is a warning."""
     logger = logging.getLogger("pipekernels")
     logger.addHandler(logging.NullHandler())
     if logger.level == logging.NOTSET:
         # A program whose root logger is at INFO, as Ray's workers are, has not asked for ours.
         logger.setLevel(logging.WARNING)
-    name = os.environ.get(VARIABLE, "")
-    if not name:
-        return
-    if name.lower() not in LEVELS:
-        warnings.warn(
-            f"{VARIABLE} must be one of {', '.join(LEVELS)}, got {name!r}; nothing is logged",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return
-    handler = logging.StreamHandler()
-    handler.setFormatter(Formatter())
-    logger.addHandler(handler)
-    logger.setLevel(LEVELS[name.lower()])
+    name = os.environ.get(VARIABLE, "").lower()
+    if name in LEVELS:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(FORMAT))
+        logger.addHandler(handler)
+        logger.setLevel(name.upper())
+    elif name:
+        known = ", ".join(LEVELS)
+        message = f"{VARIABLE} must be one of {known}, got {name!r}; nothing is logged"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)

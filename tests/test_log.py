@@ -13,53 +13,46 @@ from support.programs import python
 from pipekernels import _backend, _cache, _log
 
 PROGRAM = """
-import warnings
-warnings.simplefilter("ignore")
+import logging
 import torch
 from torch import nn
-from pipekernels import Communicator, Pipe, _cache
-from pathlib import Path
+from pipekernels import Communicator, Pipe
 
 model = nn.Sequential(nn.ReLU(), nn.ReLU())
 pipe = Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2, execution="threads")
 pipe(torch.ones(4, 4))
 (comm,) = Communicator.threads(1)
 comm.all_reduce(torch.ones(4))
-_cache.read(Path("/proc/self"), 1, dict)
+room = logging.getLogger("pipekernels.room")
+for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+    room.log(level, "a message")
 """
-
-
-def logged_by(program: str, **environment: str) -> list[str]:
-    """The lines that a program writes to stderr."""
-    kept = {name: os.environ[name] for name in os.environ.keys() - {"RANK", _log.VARIABLE}}
-    return python("-c", program, env=kept | environment).stderr.splitlines()
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("level", "rooms"),
+    ("value", "levels", "rooms"),
     [
-        pytest.param("", [], marks=pytest.mark.full),
-        pytest.param("warning", ["_cache"], marks=pytest.mark.full),
-        ("INFO", ["pipeline", "_backend", "comm", "_cache"]),
+        pytest.param("", set(), set(), marks=pytest.mark.full),
+        pytest.param("warning", {"WARNING"}, {"room"}, marks=pytest.mark.full),
+        ("INFO", {"INFO", "WARNING"}, {"pipeline", "_backend", "comm", "room"}),
+        pytest.param(
+            "debug", {"DEBUG", "INFO", "WARNING"}, {"comm", "room"}, marks=pytest.mark.full
+        ),
     ],
 )
-def test_the_variable_says_from_which_level_on(level: str, rooms: list[str]) -> None:
-    lines = logged_by(PROGRAM, RANK="3", **({_log.VARIABLE: level} if level else {}))
-    assert all("[rank 3, pid " in line for line in lines)
-    found = [re.findall(r" (?:INFO|WARNING) pipekernels\.(\w+)", line) for line in lines]
-    assert list(dict.fromkeys(room for names in found for room in names)) == rooms
-    assert bool(lines) == bool(rooms)
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.slow
-def test_debug_shows_more_and_an_unknown_rank_as_a_dash() -> None:
-    lines = logged_by(PROGRAM, **{_log.VARIABLE: "debug"})
-    assert any(" DEBUG pipekernels." in line for line in lines)
-    assert all("[rank -, pid " in line for line in lines)
+def test_the_variable_says_from_which_level_on(
+    value: str, levels: set[str], rooms: set[str]
+) -> None:
+    environment = {name: os.environ[name] for name in os.environ.keys() - {_log.VARIABLE}}
+    environment |= {_log.VARIABLE: value} if value else {}
+    lines = python("-c", PROGRAM, env=environment).stderr.splitlines()
+    line = re.compile(r"\S+ \S+ (DEBUG|INFO|WARNING) pipekernels\.(\w+)\S* \[pid \d+\] .")
+    found = [match.groups() for match in map(line.match, lines) if match]
+    assert len(found) == len(lines)
+    assert {name for name, _ in found} == levels
+    assert rooms <= {room for _, room in found}
 
 
 def test_a_value_that_is_no_level_is_a_warning(
@@ -72,14 +65,6 @@ def test_a_value_that_is_no_level_is_a_warning(
     with pytest.warns(RuntimeWarning, match="must be one of debug, info, warning, got 'loud'"):
         _log.set_up()
     assert all(isinstance(each, logging.NullHandler) for each in logger.handlers)
-
-
-def test_the_rank_is_that_of_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert _log.rank() == "1"
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
-    assert _log.rank() == "5"
 
 
 def test_the_same_message_is_logged_once(
