@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import importlib.util
-import io
 import math
 import os
 import platform
@@ -152,15 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["run"]:
         return _run(arguments[1:])
-    shown = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(shown):  # argparse ignores errors of standard output.
-            text = _answer(arguments)
-    except SystemExit:  # argparse has shown its help, the version or an error.
-        if not _write(shown.getvalue()):
-            return 1
-        raise
-    return 0 if _write(f"{text}\n") else 1
+    print(_answer(arguments))
+    return 0
 
 
 def _run(arguments: list[str]) -> int:
@@ -174,19 +165,6 @@ def _run(arguments: list[str]) -> int:
         print(f"pipekernels run: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0
-
-
-def _write(text: str) -> bool:
-    """Write to standard output and flush it; returns whether that succeeded."""
-    try:
-        print(text, end="", flush=True)
-    except OSError as error:
-        # Else Python would flush standard output again at exit, and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # The reader closed the pipe on purpose.
-            print(f"pipekernels: standard output cannot be written: {error}", file=sys.stderr)
-        return False
-    return True
 
 
 def _answer(arguments: list[str] | None) -> str:

@@ -1,6 +1,5 @@
 """The command line: ``pipekernels info``, its output and its errors."""
 
-import os
 import re
 import subprocess
 import sys
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.levels import in_gate
 
 from pipekernels import __version__, _backend, cli
 from pipekernels.comm import all_reduce_limits, measure
@@ -68,26 +66,6 @@ def test_no_command_an_unknown_one_and_the_version(capsys: pytest.CaptureFixture
         cli.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"pipekernels {__version__}\n"
-
-
-@pytest.mark.parametrize("arguments", in_gate([["info"]], [["info"], ["--help"], []]))
-def test_unwritable_output_is_an_error_without_a_traceback(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "pipekernels", *arguments]
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
-        )
-    assert ended.returncode == 1
-    assert re.fullmatch(
-        "pipekernels: standard output cannot be written: .*No space.*\n", ended.stderr
-    )
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w") as closed:
-        ended = subprocess.run(
-            command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False
-        )
-    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_measurements_that_cannot_be_saved_are_an_error(

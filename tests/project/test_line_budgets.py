@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 1_300,
+    "pipekernels": 1_280,
     "pipekernels/balance": 520,
     "pipekernels/binding": 380,
     "pipekernels/comm": 2_060,
@@ -36,11 +36,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/overlap": 250,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 29_980,
+    "tests": 29_960,
     "bench": 6_400,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 24_720, "core": 20_590}
+TOTALS = {"pipekernels": 24_700, "core": 20_590}
 
 
 def lines(files: Iterable[Path]) -> int:
