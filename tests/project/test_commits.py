@@ -1,10 +1,10 @@
 """The subjects of the last commits: a room as a tag, the imperative, at most 72 characters."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
+from support.programs import run
 
 pytestmark = pytest.mark.project
 
@@ -26,13 +26,7 @@ def subjects() -> list[str]:
     if not (ROOT / ".git").exists():
         pytest.skip("a source distribution has no commits")
     command = ["git", "log", f"-{LAST}", "--no-merges", "--format=%s"]
-    try:
-        found = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-        )
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"git cannot read the commits: {error}")
-    return found.stdout.splitlines()
+    return run(*command, cwd=ROOT).stdout.splitlines()
 
 
 def faults(subject: str) -> list[str]:

@@ -21,6 +21,7 @@ PACKAGE = sorted([*(ROOT / "pipekernels").rglob("*.py"), *ROOT.glob("pipekernels
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FOR_GPUS = "# On GPUs\n"
+VARIABLE = re.compile(r"\bPIPEKERNELS_[A-Z_]+\b")
 # test_migration.py runs the programs of that page.
 WITH_PROGRAMS = [name for name in PAGES if PROGRAM.search(PAGES[name]) and name != "migration.md"]
 ALL = PAGES | {
@@ -97,13 +98,6 @@ def test_links_out_of_docs_exist(name: str) -> None:
         assert ((DOCS / name).parent / link).exists(), link
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_make_targets_exist(name: str) -> None:
-    lines = re.findall(r"^([\w -]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    targets = {target for names in lines for target in names.split()}
-    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", ALL[name], re.MULTILINE)) <= targets
-
-
 def strings(text: str) -> Iterator[str]:
     """The string literals of a Python file, with ``...`` for what is put into them."""
     for node in ast.walk(ast.parse(text)):
@@ -127,49 +121,9 @@ def test_errors_of_the_troubleshooting_page_are_raised() -> None:
         assert any(text in string for string in known), error
 
 
-def read_from_environment(path: Path) -> set[str]:
-    """Names of the environment variables that a Python file reads or sets."""
-    tree = ast.parse(path.read_text())
-    values = {
-        node.targets[0].id: node.value.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and isinstance(node.value, ast.Constant)
-    }
-    found = set()
-    for node in ast.walk(tree):
-        name: ast.expr | None = None
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
-            name = node.slice
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in READS:
-            name = node.args[0]
-        if isinstance(name, ast.Constant):
-            found.add(str(name.value))
-        elif name is not None:
-            assert isinstance(name, ast.Name) and name.id in values, f"{path}: {ast.unparse(name)}"
-            found.add(str(values[name.id]))
-    return found
-
-
-READS = ("os.environ.get", "os.environ.pop", "os.environ.setdefault", "os.getenv")
-
-
-def listed(section: str) -> set[str]:
-    """The variables in the table of a section of the page on environment variables."""
-    page = PAGES["guides/environment.md"]
-    [body] = re.findall(rf"^## {section}\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL)
-    rows = re.findall(r"^\| (`[^|]*`) \|", body, re.MULTILINE)
-    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-
-
-def test_all_environment_variables_of_the_package_are_listed() -> None:
-    assert listed("While it runs") == set().union(*map(read_from_environment, PACKAGE))
-
-
-def test_all_environment_variables_of_the_build_are_listed() -> None:
-    build = (ROOT / "csrc" / "cmake" / "build_extension.py").read_text()
-    cmake = (ROOT / "csrc" / "cmake" / "CudaToolchain.cmake").read_text()
-    found = set(re.findall(r'environ\.get\("(\w+)"', build)) | set(re.findall(r"ENV{(\w+)}", cmake))
-    [compilers] = re.findall(r"^COMPILERS = \((.*?)\)", build, re.MULTILINE | re.DOTALL)
-    assert listed("While it is built") == found | set(re.findall(r'"(\w+)"', compilers))
+def test_all_environment_variables_are_listed() -> None:
+    """Those of the package and of its build, by their prefix."""
+    sources = [*PACKAGE, *(ROOT / "csrc" / "cmake").glob("*.py")]
+    read = {name for path in sources for name in VARIABLE.findall(path.read_text())}
+    rows = re.findall(r"^\| `.*", PAGES["guides/environment.md"], re.MULTILINE)
+    assert {name for row in rows for name in VARIABLE.findall(row)} == read

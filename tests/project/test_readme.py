@@ -1,6 +1,5 @@
 """README's length, programs, links, commands and names."""
 
-import pkgutil
 import re
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,6 @@ PAGE = (ROOT / "README.md").read_text()
 PASTED = re.findall(r"^cat > (\w+\.py) <<'END'\n(.*?)^END\n(.*?)$", PAGE, re.MULTILINE | re.DOTALL)
 PROGRAMS = {file: program for file, program, _ in PASTED}
 RANKS = 2
-
-
-def test_it_is_one_page() -> None:
-    assert len(PAGE.splitlines()) <= 150
 
 
 def test_each_program_is_run_by_the_command_after_it() -> None:
@@ -75,8 +70,3 @@ def test_the_number_of_families_is_that_of_their_page() -> None:
 
 def test_figures_are_those_of_the_result_files() -> None:
     assert pages.update(PAGE, {name: make() for name, make in summary.PARTS.items()}) == PAGE
-
-
-def test_names_exist() -> None:
-    for name in re.findall(r"`(pipekernels(?:\.\w+)+)", PAGE):
-        assert pkgutil.resolve_name(name)

@@ -56,23 +56,11 @@ def test_commands_of_workflows_exist(path: Path) -> None:
         assert_commands_exist("\n".join(commands(path)))
 
 
-def test_names_of_workflows() -> None:
-    names = [path.stem for path in WORKFLOWS]
-    assert names == ["check", "cuda-check", "gate", "nightly", "versions", "wheels"]
-
-
 def test_commands_of_hooks_exist() -> None:
     for repository in parsed(ROOT / ".pre-commit-config.yaml")["repos"]:
         assert repository["repo"] == "local"
         for hook in repository["hooks"]:
             assert_commands_exist(hook["entry"])
-
-
-@pytest.mark.parametrize("name", ["bug", "feature"])
-def test_issue_forms_have_required_fields(name: str) -> None:
-    form = parsed(ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml")
-    assert any(field.get("validations", {}).get("required") for field in form["body"])
-    assert name != "bug" or "pipekernels info" in str(form["body"])
 
 
 def test_commands_of_the_pages_exist() -> None:
@@ -92,13 +80,6 @@ def test_markers_of_the_guide_are_registered(pytestconfig: pytest.Config) -> Non
     ours = set(re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     assert ours and ours <= registered
     assert ours == set(re.findall(r"^\| `(\w+)` \| ", GUIDE, re.MULTILINE))
-
-
-def test_a_tag_publishes_the_wheels_of_that_version() -> None:
-    jobs = parsed(ROOT / ".github" / "workflows" / "wheels.yml")["jobs"]
-    assert jobs["release"]["needs"] == "wheels" and "tags/v" in jobs["release"]["if"]
-    lines = "\n".join(step.get("run", "") for step in jobs["release"]["steps"])
-    assert "pipekernels/_version.py" in lines and "gh release create" in lines
 
 
 def test_the_table_of_urls_names_pages_that_exist() -> None:
