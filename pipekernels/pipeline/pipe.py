@@ -64,6 +64,9 @@ class Pipe(nn.Module):
     loop over the micro-batches. :doc:`/guides/pipe` says what layers may do, and what threads,
     ranks, ``torch.compile`` and FSDP2 have to keep to.
 
+    A recomputation draws the random numbers of its forward again from torch's default generators,
+    as under ``torch.utils.checkpoint``; from all others, also ``random`` and NumPy, new ones.
+
     Args:
         module: the layers. Every layer takes what the one before returns: a tensor, or a tuple,
             list or dict with tensors in it. Layers may have skips (:mod:`pipekernels.skip`).

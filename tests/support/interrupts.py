@@ -227,7 +227,7 @@ class Case:
         assert skip._current.skips == {}, "skips remain"
         assert engine._running.get() == (), "the pipe is still marked as running"
         engine_ = self.pipe._engine
-        for lock in (engine_._lock, engine_._turns, engine_.stages.observed.turn, *LOCKS):
+        for lock in (engine_._lock, engine_._turns, *LOCKS):
             assert not lock._is_owned(), "a lock is still held"
         assert all(worker.loan.over for worker in lanes._workers), "lanes are still borrowed"
         for owner, name, tensor in self.tensors:

@@ -181,7 +181,7 @@ class Backward:
         try:
             shown = in_profile("recomputation stage %d, micro-batch %d", stage, m)
             with context.applied(), shown:
-                return task.recompute(tape, partial(batch.runner.repeated, m))
+                return task.recompute(tape, partial(batch.runner.seeded, m))
         except Exception as error:
             note_layer(error, task.stages, m, "recomputation")
             raise

@@ -40,7 +40,7 @@ _running: ContextVar[tuple[Engine, ...]] = ContextVar("pipekernels_running", def
 
 _entry = partial(
     restore_despite_interrupt,
-    locks=lambda engine, *_, **__: (engine._turns, engine._lock, engine.stages.observed.turn),
+    locks=lambda engine, *_, **__: (engine._turns, engine._lock),
 )
 
 

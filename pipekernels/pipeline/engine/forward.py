@@ -76,7 +76,7 @@ class Forward:
         try:
             outputs, tape = task.forward(
                 inputs,
-                partial(batch.runner.seeded, m, repeatable=recomputed),
+                partial(batch.runner.seeded, m),
                 grad=self._trainable[stage] or (batch.grad and any(inputs.wants_grad)),
                 drop=recomputed,
             )

@@ -23,7 +23,6 @@ from pipekernels.pipeline.engine.auto import FIRST, Auto, Signature
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.schedule.program import Action, Program, Schedule, order_of_issue
 from pipekernels.pipeline.stage.context import CallerContext, entered, needs_this_thread
-from pipekernels.pipeline.stage.other_random import OtherRandom, States
 from pipekernels.pipeline.stage.random_state import (
     BackwardWatch,
     DrawWatch,
@@ -57,8 +56,6 @@ class Runner(ABC):
         saw_tensor_hooks: whether a forward made hooks on tensors, if backwards run in two parts.
     """
 
-    is_parallel = False
-
     def __init__(
         self,
         stages: Stages,
@@ -80,11 +77,9 @@ class Runner(ABC):
         self._stages = stages
         self._observed = stages.observed
         self._grad = signature.grad
-        self._must_know_generators = signature.recomputed and not stages.observed.knows_generators
         self._record = record
         self._seconds = 0.0
         self._seeds = MiniBatchSeeds(stages.devices)
-        self._other_random = OtherRandom(stages.modules, self._observed.generators)
 
     def run(self, program: Program, compute: Compute) -> None:
         """Run all actions of ``program``: that of the mini-batch, or its forwards or backwards."""
@@ -95,42 +90,14 @@ class Runner(ABC):
         if ended and self._record is not None:
             self._record(self._seconds)
 
-    def seeded(
-        self, micro_batch: int, stage: int, *, repeatable: bool = False
-    ) -> AbstractContextManager[Any]:
-        """A context for a forward, entered on its thread; ``repeatable``: :meth:`repeated` gives
-        its random numbers again."""
-        if repeatable:
-            return self._repeatable(micro_batch, stage)
-        return self._seeded(micro_batch, stage, {})
-
-    @contextmanager
-    def _repeatable(self, micro_batch: int, stage: int) -> Iterator[None]:
-        observed, other = self._observed, self._other_random
-        with (
-            self._turn(observed.draws_elsewhere),
-            other.recorded(stage, micro_batch, observed.note_draws_elsewhere) as states,
-            self._seeded(micro_batch, stage, states),
-        ):
-            yield
-        observed.knows_generators = True
-
-    @contextmanager
-    def repeated(self, micro_batch: int, stage: int) -> Iterator[None]:
-        """A context for a recomputation, which gets the random numbers of its forward."""
-        other = self._other_random
-        drew = other.drew(stage, micro_batch)
-        with self._turn(drew), self._seeded(micro_batch, stage, {}):
-            alone = not self.is_parallel
-            with other.replayed(stage, micro_batch, alone=alone) if drew else nullcontext():
-                yield
+    @abstractmethod
+    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
+        """A context for a forward or its recomputation, made and entered on its thread: both get
+        the same numbers from torch's default generators."""
 
     def in_backward(self) -> AbstractContextManager[Any]:
         """The context in which autograd runs a graph's backward."""
         return nullcontext()
-
-    def _turn(self, needed: bool) -> AbstractContextManager[Any]:
-        return self._observed.turn if needed and self.is_parallel else nullcontext()
 
     def _run(self, program: Program, compute: Compute) -> None:
         """Run the actions one after another on the calling thread."""
@@ -139,10 +106,6 @@ class Runner(ABC):
             order = order_of_issue(program, self._stages.done_when_issued)
         with lanes.intra_op_threads(self._threads):
             _Exchange(program, compute).run(order)
-
-    @abstractmethod
-    def _seeded(self, micro_batch: int, stage: int, states: States) -> AbstractContextManager[None]:
-        """Seed a task; ``states`` gets the generators that its layers give to functions."""
 
     @contextmanager
     def _watched(self, watch: HookWatch) -> Iterator[None]:
@@ -157,25 +120,19 @@ class Runner(ABC):
 class Inline(Runner):
     """Runs the actions one after another on the calling thread."""
 
-    def _seeded(self, micro_batch: int, stage: int, states: States) -> AbstractContextManager[None]:
+    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
         seeded = self._seeds.inline(micro_batch, stage)
-        # A function mode takes time: have one only where hooks or generators must be seen.
-        watches = self.program.splits or self._must_know_generators
-        return self._watched(HookWatch(states)) if watches else seeded
+        # A function mode takes time: have one only where hooks must be seen.
+        return self._watched(HookWatch()) if self.program.splits else seeded
 
 
 class Audited(Runner):
     """Runs the actions as :class:`Inline`, and checks whether lanes could seed all random
     numbers."""
 
-    def seeded(
-        self, micro_batch: int, stage: int, *, repeatable: bool = False
-    ) -> AbstractContextManager[Any]:
-        return self._repeatable(micro_batch, stage)
-
     @contextmanager
-    def _seeded(self, micro_batch: int, stage: int, states: States) -> Iterator[None]:
-        watch = self._seeds.audited(micro_batch, stage, states)
+    def seeded(self, micro_batch: int, stage: int) -> Iterator[None]:
+        watch = self._seeds.audited(micro_batch, stage)
         with self._watched(watch):
             yield
         if not watch.saw_everything():
@@ -193,13 +150,11 @@ class Lanes(Runner):
     When an action raises, the other lanes stop at their next action, and the first exception is
     raised here, with its traceback."""
 
-    is_parallel = True
-
     def in_backward(self) -> AbstractContextManager[Any]:
         return entered(DrawWatch(self._observed.refuse_hidden_randomness))
 
-    def _seeded(self, micro_batch: int, stage: int, states: States) -> AbstractContextManager[None]:
-        return self._watched(self._seeds.on_lane(micro_batch, stage, states))
+    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
+        return self._watched(self._seeds.on_lane(micro_batch, stage))
 
     def _run(self, program: Program, compute: Compute) -> None:
         if needs_this_thread():  # The caller may have entered a mode for the backward alone.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +12,6 @@ from torch import nn
 from pipekernels.device.streams import has_streams
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
 from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT
-from pipekernels.pipeline.stage.other_random import Source
 from pipekernels.pipeline.stage.parameters import StageParameters, drop_accumulated
 from pipekernels.pipeline.stage.partition import has_collectives
 from pipekernels.pipeline.stage.skip import SkipRoutes
@@ -40,28 +38,16 @@ class ObservedLayers:
 
     Attributes:
         changing_buffers: ids of buffers that layers change in their forwards.
-        generators: those that layers have given to torch's functions, by id.
-        knows_generators: whether a mini-batch has been watched for them.
         draws: whether layers draw random numbers that lanes can seed separately.
         hidden_randomness: whether they draw some that lanes cannot seed separately.
-        draws_elsewhere: whether they draw some that are not torch's, which lanes cannot put into an
-            order.
-        turn: held by each task of such layers.
         restores: whether layers restore an earlier state of the process-wide generator, as layers
             do that recompute themselves. That changes the random numbers of other threads.
     """
 
     changing_buffers: set[int] = field(default_factory=set)
-    generators: dict[object, Source] = field(default_factory=dict)
-    knows_generators: bool = False
     draws: bool = False
     hidden_randomness: bool = False
-    draws_elsewhere: bool = False
-    turn: threading.RLock = field(default_factory=threading.RLock)
     restores: bool = False
-
-    def note_draws_elsewhere(self) -> None:
-        self.draws_elsewhere = True
 
     def note_hidden_randomness(self) -> None:
         self.hidden_randomness = True
@@ -81,7 +67,7 @@ class ObservedLayers:
 
     def needs_one_thread(self) -> bool:
         """Whether random numbers would depend on timing if stages ran on several threads."""
-        return self.hidden_randomness or self.draws_elsewhere or (self.draws and self.restores)
+        return self.hidden_randomness or (self.draws and self.restores)
 
 
 class Stages:

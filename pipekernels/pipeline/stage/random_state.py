@@ -8,7 +8,7 @@ pipe draws from the default CPU generator:
 * on one thread the generators are simply seeded before each task;
 * on a lane they are seeded around each random function, under a lock (:class:`LaneRandom`).
 
-Both give the same numbers. Other generators are not seeded; :mod:`.other_random` replays them.
+Both give the same numbers. As torch.utils.checkpoint, this leaves all other generators alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 
 from pipekernels._torch_private import no_function_modes
 from pipekernels.device.restoring import LOCKS, restoring
-from pipekernels.pipeline.stage.other_random import States, source_of
 
 # Guards the process-wide generator against lanes of all pipes. Reentrant: LaneRandom of a pipe and
 # of one nested in it both handle a random function of the inner pipe.
@@ -104,21 +103,14 @@ class _Watch(TorchFunctionMode, ABC):
 
 
 class HookWatch(_Watch):
-    """Notes in ``saw_tensor_hooks`` whether the calling thread puts hooks on tensors, and in
-    ``states`` the generators that it gives to functions."""
+    """Notes in ``saw_tensor_hooks`` whether the calling thread puts hooks on tensors."""
 
-    def __init__(self, states: States) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.saw_tensor_hooks = False
-        self._states = states
 
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
         self.saw_tensor_hooks |= func in _TENSOR_HOOKS
-        generator = kwargs.get("generator")
-        if generator is not None and id(generator) not in self._states:
-            source = source_of(generator)
-            if source is not None:
-                self._states[id(generator)] = source, source.get()
 
 
 class DrawWatch(_Watch):
@@ -150,12 +142,12 @@ class BackwardWatch(DrawWatch):
 
 class LaneRandom(HookWatch):
     """Seeds the random functions of one task, on the calling thread, by ``seed``. Notes in ``drew``
-    whether there were any. With ``audit``, :meth:`saw_everything` tells whether the default
-    generator was also used where the mode does not see it (in C++ or compiled code): then the task
-    must not run on a lane."""
+    whether there were any. With ``audit``, :meth:`saw_everything` tells whether numbers also came
+    from a generator that lanes cannot seed: a layer's own, or the default one where the mode does
+    not see it (in C++ or compiled code). Then the task must not run on a lane."""
 
-    def __init__(self, seed: int, states: States, *, audit: bool = False) -> None:
-        super().__init__(states)
+    def __init__(self, seed: int, *, audit: bool = False) -> None:
+        super().__init__()
         self.drew = False
         self._seed = seed
         self._state: torch.Tensor | None = None
@@ -173,6 +165,7 @@ class LaneRandom(HookWatch):
         generator = torch.default_generator
         with _generator_lock:
             if self._audit:
+                self._hidden |= kwargs.get("generator") is not None
                 self._check()
             elif self._state is None:
                 generator.manual_seed(self._seed)
@@ -187,7 +180,7 @@ class LaneRandom(HookWatch):
         self._hidden |= not torch.equal(self._state, torch.default_generator.get_state())
 
     def saw_everything(self) -> bool:
-        """Whether only known random functions used the default generator. Needs ``audit``."""
+        """Whether lanes can seed all random numbers. Needs ``audit``."""
         self._check()
         return not self._hidden
 
@@ -210,10 +203,10 @@ class MiniBatchSeeds:
             manual_seed(seed)
         return _SEEDED
 
-    def on_lane(self, micro_batch: int, stage: int, states: States) -> LaneRandom:
+    def on_lane(self, micro_batch: int, stage: int) -> LaneRandom:
         """For a task that runs at the same time as others."""
-        return LaneRandom(task_seed(self._base, stage, micro_batch), states)
+        return LaneRandom(task_seed(self._base, stage, micro_batch))
 
-    def audited(self, micro_batch: int, stage: int, states: States) -> LaneRandom:
+    def audited(self, micro_batch: int, stage: int) -> LaneRandom:
         """As :meth:`inline`, and checks whether :meth:`on_lane` would give the same numbers."""
-        return LaneRandom(task_seed(self._base, stage, micro_batch), states, audit=True)
+        return LaneRandom(task_seed(self._base, stage, micro_batch), audit=True)

@@ -229,7 +229,7 @@ class Task:
                 f"the recomputation of {name_of(self.stages)} made a graph of {len(again)} nodes "
                 f"that differs from that of its forward, of {len(tape.nodes)}: a layer "
                 "chooses what it computes by something that changes between the two; choose by "
-                "the inputs or by torch's random numbers, or use checkpoint='never'"
+                "the inputs or by numbers of torch's default generators, or use checkpoint='never'"
             )
         return recomputed
 

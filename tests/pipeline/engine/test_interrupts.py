@@ -80,10 +80,10 @@ def test_contexts_in_a_function_that_restores() -> None:
     def contexts() -> None:
         with late(), restoring(changed.clear):
             changed.append(1)
-            with entered(HookWatch({})), HookWatch({}), torch.no_grad(), late():
+            with entered(HookWatch()), HookWatch(), torch.no_grad(), late():
                 torch.ones(1)
             # Torch pops a mode temporarily while the mode calls a Python function.
-            with entered(HookWatch({})), _pop_mode_temporarily():
+            with entered(HookWatch()), _pop_mode_temporarily():
                 pass
 
     at, kept = 0, None

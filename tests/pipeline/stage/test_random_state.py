@@ -162,6 +162,14 @@ def test_randomness_that_begins_in_training_mode_is_detected_then() -> None:
     assert needs_one_thread(pipe)
 
 
+def test_a_generator_of_stages_keeps_them_on_one_thread() -> None:
+    generator = torch.Generator()
+    noise = lambda x: x + torch.rand(x.shape, generator=generator)
+    pipe = on_cpus(nn.Sequential(FunctionLayer(noise), FunctionLayer(noise)), [1, 1], chunks=2)
+    pipe(torch.ones(4, 4))
+    assert needs_one_thread(pipe)
+
+
 def test_visible_randomness_may_use_lanes() -> None:
     pipe = on_cpus(build(), [2, 3], chunks=4)
     pipe(torch.ones(8, 8, dtype=torch.float64)).sum().backward()
@@ -169,7 +177,7 @@ def test_visible_randomness_may_use_lanes() -> None:
 
 
 def test_a_task_continues_its_stream_between_calls_and_seeds_differ() -> None:
-    with LaneRandom(123, {}):
+    with LaneRandom(123):
         two = torch.rand(2), torch.rand(2)
     torch.manual_seed(123)
     assert torch.equal(torch.cat(two), torch.cat([torch.rand(2), torch.rand(2)]))
