@@ -137,7 +137,7 @@ class P2PEdge:
 
 # ---- collectives on CUDA ----
 # They exist if build_info()["cuda"]. Every call names the stream, and whether its thread may wait
-# for those of other ranks. gates: as in comm/tensors.py.
+# for those of other ranks.
 
 class CudaCommunicator:
     def __init__(
@@ -158,19 +158,6 @@ class CudaCommunicator:
         dtype: int,
         reduction: int,
         algorithm: int,
-        shape: int,
-        stream: int,
-        may_meet: bool,
-        /,
-    ) -> None: ...
-    def all_reduce_when_ready(
-        self,
-        data: int,
-        count: int,
-        dtype: int,
-        reduction: int,
-        gates: tuple[int, int, int],
-        blocks: int,
         shape: int,
         stream: int,
         may_meet: bool,

@@ -130,7 +130,6 @@ def _gpus() -> list[tuple[str, str]]:
 def tune(*, quick: bool = False, seconds: float = 120.0, kind: str = "bfloat16") -> str:
     """Measure this machine, save the results for later runs, and return a report."""
     from pipekernels.comm import measure
-    from pipekernels.tensor_parallel.overlap import tuning as overlap_tuning
 
     measured = measure.measure_limits(quick=quick)
     lines = [f"all_reduce(algorithm='auto') on {cpu_model()}, {os.cpu_count()} cores:"]
@@ -141,7 +140,6 @@ def tune(*, quick: bool = False, seconds: float = 120.0, kind: str = "bfloat16")
     lines.append(f"written to {all_reduce_limits.save(measured)}")
     if torch.cuda.is_available():
         lines += gemm_tuning.tune(10.0 if quick else seconds, kind)
-        lines += overlap_tuning.tune()
     return "\n".join(lines)
 
 

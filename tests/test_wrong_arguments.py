@@ -31,7 +31,6 @@ X = torch.ones(4, 4)
 LINEAR = nn.Linear(4, 4)
 LAYERS = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 META = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.ReLU())
-COUNTERS = torch.zeros(1, dtype=torch.int32)
 
 
 def comm() -> Communicator:
@@ -47,14 +46,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # By a TypeError.
     "out of NumPy": (
         lambda: comm().reduce_scatter(X, out=np.ones(4)),
         "out must be a tensor or None, got ndarray",
-    ),
-    "ready": (
-        lambda: comm().all_reduce_when_ready(X, [1], 1, 1),
-        "ready must be a tensor, got list",
-    ),
-    "target": (
-        lambda: comm().all_reduce_when_ready(X, COUNTERS, "1", 1),
-        "target must be an int",
     ),
     "like": (lambda: comm().output((1,), 3), "works on tensors, got int"),
     "model": (lambda: tensor_parallelize(None, {}, comm()), "model must be an nn.Mod"),

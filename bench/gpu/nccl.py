@@ -5,9 +5,8 @@ the same tensors, and a time is that of calls in a row, on the slowest rank. Eve
 rank's result is compared, before and after.
 
 * Collectives have the columns of nccl-tests; in place and out of place only where ours have both.
-* The layer is that of Llama-70B's MLP. ``fused``: our kernel announces rows of the product, which
-  are summed meanwhile. Else cuBLAS, then the sum. It is checked with zeros and ones, so few that
-  sums are exact in bfloat16, and timed with random numbers.
+* The layer is that of Llama-70B's MLP: cuBLAS, then the sum. It is checked with zeros and ones, so
+  few that sums are exact in bfloat16, and timed with random numbers.
 * Symmetric tensors are compared with torch's symmetric memory and NCCL's symmetric kernels as well
   (:mod:`bench.gpu.nccl_peers`).
 * The pipe is over all GPUs in rank 0; ``.to`` hands each micro-batch on by
@@ -43,7 +42,7 @@ from bench.timing import bus, synchronize
 from pipekernels import Communicator, Pipe, _backend
 from pipekernels.tensor_parallel.functional import row_linear
 
-FUSED, PLAIN, BY_HAND = "pipekernels, fused", "pipekernels, not fused", ".to"
+BY_HAND = ".to"
 BASE = ("NCCL", "Gloo", BY_HAND)
 COLUMNS = ("size", "count", "redop", "algbw", "busbw", "wrong")
 CONDITIONS = {
@@ -248,7 +247,7 @@ def ones(
 
 
 def of_layer(tokens: int, ranks: Ranks, quick: bool) -> Turns:
-    """Size and count are those of the result that is summed. On a CPU nothing can be fused."""
+    """Size and count are those of the result that is summed."""
     features, device = TINY_FEATURES if quick else FEATURES, ranks.device
     parts = [ones(rank, ranks.ranks, tokens, features, device) for rank in range(ranks.ranks)]
     right = sum(functional.linear(x.float(), weight.float()) for x, weight in parts)
@@ -262,11 +261,8 @@ def of_layer(tokens: int, ranks: Ranks, quick: bool) -> Turns:
 
     layers: dict[str, Callable[..., Tensor]] = {ranks.peer: theirs}
     if ranks.communicator is not None:
-        ours = functools.partial(row_linear, comm=ranks.communicator)
-        if device.type == "cuda":
-            layers[FUSED] = functools.partial(ours, algorithm="overlapped")
         plain = "cublas" if device.type == "cuda" else "auto"
-        layers[PLAIN] = functools.partial(ours, algorithm=plain)
+        layers[OURS] = functools.partial(row_linear, comm=ranks.communicator, algorithm=plain)
     calls = {name: functools.partial(layer, *random) for name, layer in layers.items()}
     fields = {
         "part": f"Row-parallel layer; size of its result; {ranks.ranks} ranks",

@@ -1,11 +1,8 @@
-"""The sharded GEMM against cuBLAS, and its overlap with the all-reduce, for layers of Llama models.
+"""The sharded GEMM against cuBLAS, for layers of Llama models.
 
-* Products: forward, the gradients of input and weight of o_proj (k = hidden / degree) and down_proj
-  (k = inner / degree), by ``ops.sharded_gemm``. Device time; copies of the operands that exceed the
-  L2 cache are used in turn. Errors are relative to float64, in the norm, of sampled rows and
-  columns.
-* Overlap: two ranks on one GPU, which are threads, run ``row_linear``; the all-reduce has so few
-  thread blocks that it is about as slow as a link.
+Products: forward, the gradients of input and weight of o_proj (k = hidden / degree) and down_proj
+(k = inner / degree), by ``ops.sharded_gemm``. Device time; copies of the operands that exceed the
+L2 cache are used in turn. Errors are relative to float64, in the norm, of sampled rows and columns.
 
 First the tuner measures for a while, so that ``auto`` has measurements of this GPU. Its table is
 saved beside the results, under its name in ``pipekernels/kernels/tables``.
@@ -13,7 +10,6 @@ saved beside the results, under its name in ``pipekernels/kernels/tables``.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -24,15 +20,12 @@ import torch
 from torch import Tensor
 
 from bench import records
-from bench.gpu.threads import Threads
 from bench.harness import Options, Turns
 from bench.report.tables import duration
-from bench.timing import call_seconds, sampler
+from bench.timing import sampler
 from pipekernels import ops
 from pipekernels.kernels import table as tables
 from pipekernels.local_ops.gemm_choice import has_triton
-from pipekernels.tensor_parallel import overlap
-from pipekernels.tensor_parallel.functional import row_linear
 
 MODELS = {"Llama-7B": (4096, 11008), "Llama-70B": (8192, 28672)}  # hidden and inner features
 TINY_MODELS = {"tiny": (32, 64)}
@@ -43,7 +36,6 @@ ALGORITHMS = ("auto", "triton", "cublas")
 CACHED = 128 << 20  # bytes of operands that no cache holds
 COPIES = 64  # of the operands, at most
 SAMPLED = 64  # rows and columns whose errors are computed
-OVERLAP_RANKS = 2
 TUNING = 0.5  # of the time there is
 
 
@@ -105,27 +97,14 @@ def products(
 
 PRODUCTS = products(MODELS)
 TINY = products(TINY_MODELS, (8,), (3,), 0)
-OVERLAP = (
-    "product",
-    "all-reduce",
-    "one after the other",
-    "overlapped",
-    "product, all-reduce beside",
-)
-# Overlaps are last, as ranks that wait for each other may hang.
-GPU = dict.fromkeys(PRODUCTS, ALGORITHMS) | {
-    f"row_linear, {tokens} tokens": OVERLAP for tokens in (2048, 8192)
-}
-GPU_QUICK = dict.fromkeys(TINY, ALGORITHMS) | {"row_linear, 3 tokens": OVERLAP}
-SHARES = {"product": 0.8}  # of the time there is
-BASE = ("cublas", "one after the other")
-COLUMNS = ("TFLOP/s", "error / cublas", "blocks", "wrong")
+GPU = dict.fromkeys(PRODUCTS, ALGORITHMS)
+GPU_QUICK = dict.fromkeys(TINY, ALGORITHMS)
+BASE = ("cublas",)
+COLUMNS = ("TFLOP/s", "error / cublas")
 WIDE = "gpu."  # Results of that name have a row per case.
 CONDITIONS = {
     "dtype": "bfloat16, random operands",
     "products": "device time, candidates in turn, medians; operands not in the cache",
-    "overlap": f"{OVERLAP_RANKS} ranks on one GPU, so that each has half of it; no link between "
-    "them; blocks: those that reduce",
 }
 
 
@@ -145,8 +124,9 @@ def operands(product: Product, device: torch.device, least: int) -> list[tuple[T
     ]
 
 
-def of_product(product: Product, names: Sequence[str], options: Options) -> Turns:
-    """Times by algorithm, and errors."""
+def turns(case: str, names: Sequence[str], options: Options) -> Turns:
+    """Times of a product by algorithm, and errors."""
+    product = (PRODUCTS | TINY)[case]
     device = options.device
     pairs = operands(product, device, 0 if options.quick else CACHED)
     algorithms = [name for name in names if name != "triton" or device.type == "cuda"]
@@ -180,100 +160,6 @@ def errors(a: Tensor, b: Tensor, algorithms: list[str]) -> dict[str, float]:
         return float((result[rows][:, columns].double() - exact).norm() / exact.norm())
 
     return {name: error(ops.sharded_gemm(a, b, algorithm=name)) for name in algorithms}
-
-
-class SharedLayer:
-    """A row-parallel layer of thread ranks, and the parts of its forward.
-
-    Args:
-        threads: the ranks.
-        tokens, in_features, out_features: of a rank's product.
-
-    Attributes:
-        blocks: thread blocks of the all-reduce during the product; None on a CPU, without overlap.
-        ways: the candidates, by name; each takes a rank.
-    """
-
-    def __init__(self, threads: Threads, tokens: int, in_features: int, out_features: int) -> None:
-        device, ranks = threads.device, threads.ranks
-        self.blocks: int | None = None
-        self._communicators, self._tokens = threads.communicators, tokens
-        self._xs, self._weights = (
-            [torch.randn(rows, in_features, device=device, dtype=KIND) for _ in range(ranks)]
-            for rows in (tokens, out_features)
-        )
-        self._sums = threads.symmetric((tokens, out_features), KIND)
-        self._ready = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(ranks)]
-        self._beside: list[torch.cuda.Stream | None] = [None] * ranks
-        if device.type == "cuda":
-            self.blocks = overlap.REDUCING_BLOCKS
-            self._beside = [torch.cuda.Stream(device, priority=-1) for _ in range(ranks)]
-        triton, overlapped = ("auto",) * 2 if self.blocks is None else ("triton", "overlapped")
-        calls: list[Callable[[int], Any]] = [
-            functools.partial(self._product, triton),
-            self._reduce,
-            functools.partial(self._forward, triton),
-            functools.partial(self._forward, overlapped),
-            functools.partial(self._slowed, triton),
-        ]
-        self.ways = dict(zip(OVERLAP, calls, strict=True))
-
-    def _product(self, algorithm: str, rank: int) -> None:
-        ops.sharded_gemm(self._xs[rank], self._weights[rank], algorithm=algorithm)
-
-    def _reduce(self, rank: int) -> None:
-        """Only the all-reduce, by as many thread blocks as during the product."""
-        communicator, tensor = self._communicators[rank], self._sums[rank]
-        if self.blocks is None:
-            communicator.all_reduce(tensor)
-        else:  # all rows of one block, complete from the start
-            communicator.all_reduce_when_ready(
-                tensor, self._ready[rank], 0, self._tokens, blocks=self.blocks
-            )
-
-    def _forward(self, algorithm: str, rank: int) -> Tensor:
-        """Product and all-reduce."""
-        communicator = self._communicators[rank]
-        return row_linear(self._xs[rank], self._weights[rank], communicator, algorithm=algorithm)
-
-    def _slowed(self, algorithm: str, rank: int) -> None:
-        """The product during an unrelated all-reduce."""
-        with torch.cuda.stream(self._beside[rank]):
-            self._reduce(rank)
-        self._product(algorithm, rank)
-
-
-def of_overlap(tokens: int, options: Options) -> Turns:
-    """Times of a layer on thread ranks: its parts, both in sequence, and overlapped."""
-    hidden, inner = TINY_MODELS["tiny"] if options.quick else MODELS["Llama-70B"]
-    repeat, rounds = (2, 2) if options.quick else (10, 7)
-    with contextlib.ExitStack() as stack:
-        threads = stack.enter_context(contextlib.closing(Threads(OVERLAP_RANKS, options.device)))
-        layer = SharedLayer(threads, tokens, inner // 8, hidden)
-        close = stack.pop_all().close
-
-    def runner(way: Callable[[int], Any]) -> Callable[[], float]:
-        def body(rank: int) -> None:
-            for _ in range(repeat):
-                way(rank)
-
-        return lambda: call_seconds(lambda: threads.run(body), options.device) / repeat
-
-    def more(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
-        one, other = (threads.run(layer.ways[name]) for name in OVERLAP[2:4])
-        wrong = sum(int((a != b).sum()) for a, b in zip(one, other, strict=True))
-        return {"overlapped": {"wrong": wrong, "blocks": layer.blocks or 0}}
-
-    runners = {name: runner(way) for name, way in layer.ways.items()}
-    fields = {"part": f"Product and all-reduce, {OVERLAP_RANKS} ranks on one GPU"}
-    return Turns(runners, 1, rounds, more, close, fields)
-
-
-def turns(case: str, names: Sequence[str], options: Options) -> Turns:
-    """A product, or a layer's overlap."""
-    if case.startswith("row_linear"):
-        return of_overlap(int(case.split()[1]), options)
-    return of_product((PRODUCTS | TINY)[case], names, options)
 
 
 def before(options: Options) -> list[dict[str, Any]]:

@@ -5,11 +5,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -71,26 +69,6 @@ void bind_cuda_collectives(py::module_& m) {
             all_reduce_cuda(communicator, address_of("data", data, count, type), count, type,
                             reduction_of_code(reduction), algorithm_of_code(algorithm),
                             checked_shape(shape), {address(stream), may_meet});
-          },
-          WithoutGil())
-      .def(
-          "all_reduce_when_ready",
-          [](CudaCommunicator& communicator, uintptr_t data, size_t count, int dtype, int reduction,
-             const std::tuple<uintptr_t, int32_t, size_t>& gates, int blocks, uint32_t shape,
-             uintptr_t stream, bool may_meet) {
-            const auto [ready, target, block_elements] = gates;
-            const DType type = dtype_of_code(dtype);
-            check_in_range("blocks", blocks, 1, std::numeric_limits<int>::max());
-            if (count > 0 && (ready == 0 || block_elements == 0)) {
-              throw std::invalid_argument("gates must be an address and blocks of elements, got " +
-                                          std::to_string(ready) + " and blocks of " +
-                                          std::to_string(block_elements));
-            }
-            all_reduce_when_ready_cuda(
-                communicator, address_of("data", data, count, type), count, type,
-                reduction_of_code(reduction),
-                {static_cast<const int32_t*>(address(ready)), target, block_elements}, blocks,
-                checked_shape(shape), {address(stream), may_meet});
           },
           WithoutGil())
       .def(

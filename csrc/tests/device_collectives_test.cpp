@@ -220,55 +220,6 @@ void test_random(int ranks, int blocks, int threads, uint64_t seed, int calls) {
   for (int rank = 0; rank < ranks; ++rank) CHECK(devices.flags(rank).reported == 0);
 }
 
-// ---- gates --------------------------------------------------------------------------------------
-
-// Tensors are reduced while other threads still write them, block of rows by block of rows.
-void test_gates(int ranks, bool symmetric, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  constexpr int kBlocks = 2, kThreads = 2;
-  CpuDevices devices(random_layout(random, ranks, kBlocks), 1 << 16);
-  const size_t rows = 1 + random() % 40, row = 1 + random() % 30, block_rows = 1 + random() % 7;
-  const size_t gates = (rows + block_rows - 1) / block_rows;
-  Call call{};
-  call.operation = Operation::kAllReduceWhenReady;
-  call.dtype = random() % 2 ? DType::kFloat32 : DType::kBFloat16;
-  call.root = kBlocks;
-  call.count = rows * row;
-  const size_t size = size_of(call.dtype);
-  std::vector<Bytes> contents;
-  std::vector<std::unique_ptr<Buffer>> tensors;
-  std::vector<std::vector<int32_t>> ready(ranks, std::vector<int32_t>(gates, 0));
-  std::vector<std::vector<CpuLaunch>> streams(ranks);
-  for (int rank = 0; rank < ranks; ++rank) {
-    contents.push_back(values(call.dtype, call.count, seed, rank));
-    tensors.push_back(std::make_unique<Buffer>(devices, rank, symmetric, 0,
-                                               Bytes(contents[rank].size(), std::byte{0xee})));
-    const Gates when{ready[rank].data(), rank + 1, block_rows * row};
-    streams[rank].push_back(
-        {plan_all_reduce(devices.seen_by(rank), call, Algorithm::kTwoShot, tensors[rank]->data(),
-                         tensors[rank]->location(), when),
-         [](CpuTeam& team, const DeviceLaunch& launch) {
-           all_reduce_kernel(team, launch, Algorithm::kTwoShot);
-         }});
-  }
-  std::vector<std::thread> writers;
-  for (int rank = 0; rank < ranks; ++rank) {
-    writers.emplace_back([&, rank, pace = random() % 300] {
-      for (size_t i = 0; i < gates; ++i) {
-        std::this_thread::sleep_for(std::chrono::microseconds(pace));
-        const size_t begin = i * block_rows * row * size;
-        const size_t end = std::min((i + 1) * block_rows * row * size, contents[rank].size());
-        std::memcpy(tensors[rank]->data() + begin, contents[rank].data() + begin, end - begin);
-        __atomic_store_n(&ready[rank][i], rank + 1, __ATOMIC_RELEASE);
-      }
-    });
-  }
-  run_streams(streams, kBlocks, kThreads);
-  for (auto& writer : writers) writer.join();
-  const Bytes expected = reduced(contents, call.dtype, call.reduction);
-  for (const auto& tensor : tensors) CHECK(equal(tensor->data(), expected));
-}
-
 // ---- failures ---------------------------------------------------------------------------------
 
 // All-reduces of floats that are going to fail.
@@ -412,57 +363,38 @@ void test_overlap(Algorithm algorithm, bool pushed) {
   for (const auto& tensor : job.tensors) CHECK(tensor->poisoned());
 }
 
-// If a tensor is never written, its own rank reports that.
-void test_never_ready() {
-  Failing job(2, Algorithm::kTwoShot, 1.0);
-  const int32_t never = 0, always = 1;
-  for (int rank = 0; rank < 2; ++rank) {
-    DeviceLaunch& launch = job.streams[rank][0].launch;
-    launch.descriptor.call.operation = Operation::kAllReduceWhenReady;
-    launch.gates = {rank ? &never : &always, 1, 500};
-    if (rank == 0) launch.ranks.timeout *= 60;
-  }
-  run_streams(job.streams, 2, 2);
-  CHECK(job.failure(1).kind == DeviceFailureKind::kNotReady);
-  CHECK(job.failure(0).kind == DeviceFailureKind::kPeer);
-  CHECK(RankStatus::culprit(job.failure(0).status) == 1);
-  CHECK(job.tensors[0]->poisoned() && job.tensors[1]->poisoned());
-}
-
-// A team whose clock jumps back once, and then past the timeout. If `becomes_ready`, the awaited
-// counter is raised at the same moment.
+// A team whose clock jumps back once, and then past the timeout. If `arrives`, the awaited counter
+// is raised at the same moment.
 class JumpingTeam : public CpuTeam {
  public:
-  JumpingTeam(CpuBlock& shared, int32_t& ready, bool becomes_ready)
-      : CpuTeam(shared, 0, 0, 1), ready_(ready), becomes_ready_(becomes_ready) {}
+  JumpingTeam(CpuBlock& shared, uint64_t& sent, bool arrives)
+      : CpuTeam(shared, 0, 0, 1), sent_(sent), arrives_(arrives) {}
 
   uint64_t now() {
     const uint64_t begin = uint64_t{1} << 40, second = 1000000000;
     if (++calls_ <= 2) return begin - (calls_ - 1) * second;
-    __atomic_store_n(&ready_, becomes_ready_ ? 1 : 0, __ATOMIC_RELEASE);
+    __atomic_store_n(&sent_, arrives_ ? 1 : 0, __ATOMIC_RELEASE);
     return begin + 1000 * second;
   }
   int calls() const { return calls_; }
 
  private:
-  int32_t& ready_;
-  const bool becomes_ready_;
+  uint64_t& sent_;
+  const bool arrives_;
   int calls_ = 0;
 };
 
 // A wait that is fulfilled just as its timeout expires succeeds.
-void test_last_check_at_timeout(bool becomes_ready) {
-  CpuDevices devices({1, 1, 256, 128, 64, 64, 0}, 0, 1.0);
+void test_last_check_at_timeout(bool arrives) {
+  CpuDevices devices({2, 1, 256, 128, 64, 64, 0}, 0, 1.0);
   CpuBlock block(1);
-  int32_t ready = 0;
-  JumpingTeam team(block, ready, becomes_ready);
   DeviceLaunch launch{};
   launch.ranks = devices.seen_by(0);
-  launch.gates = {&ready, 1, 500};
+  JumpingTeam team(block, devices.layout().cell(launch.ranks.memory[0], 0, 1).reduce_sent, arrives);
   BlockCollective<JumpingTeam> collective(team, launch);
-  CHECK(collective.wait_ready(0, 1) == becomes_ready);
+  CHECK(collective.wait_reduced(1, 0) == arrives);
   CHECK(team.calls() == 3);
-  CHECK((devices.flags(0).reported != 0) == !becomes_ready);
+  CHECK((devices.flags(0).reported != 0) == !arrives);
 }
 
 }  // namespace
@@ -476,7 +408,6 @@ int main(int argc, char** argv) {
     const int ranks = 1 + i % 8, blocks = 1 + i % 3, threads = 1 + i / 3 % 2;
     test_random(ranks, blocks, threads, 1000 * batches + i, 12);
   }
-  for (int i = 0; i < batches / 2; ++i) test_gates(1 + i % 4, i % 3 == 0, i);
   for (int i = 0; i < 2 * batches; ++i) test_mismatch(2 + i % 4, i);
   if (fuzz_one_in > 0) return 0;
   for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing}) {
@@ -490,7 +421,6 @@ int main(int argc, char** argv) {
     test_stop(RankStatus::failed(Reason::kAborted, 0), 0, pushed);
     test_stop(RankStatus::kClosed, 2, pushed);
   }
-  test_never_ready();
   test_last_check_at_timeout(true);
   test_last_check_at_timeout(false);
   return 0;

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
-from pipekernels.comm.tensors import ReadyCounters, elements_of, shape_digest
+from pipekernels.comm.tensors import elements_of, shape_digest
 
 
 class Backend(Protocol):
@@ -79,12 +79,6 @@ class DeviceBackend(Backend, Protocol):
     @property
     def device(self) -> torch.device:
         """The device, with its index."""
-
-    def all_reduce_when_ready(
-        self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
-    ) -> None:
-        """:meth:`all_reduce` of a tensor that another kernel is still writing, by at most
-        ``blocks`` thread blocks."""
 
     def check(self) -> None:
         """Raise errors of earlier calls, as far as known."""

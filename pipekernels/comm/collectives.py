@@ -14,10 +14,8 @@ from pipekernels._torch_private import is_profiler_enabled
 from pipekernels.comm.backend import Backend, CpuBackend, DeviceBackend
 from pipekernels.comm.codes import REDUCIBLE, reduction_in
 from pipekernels.comm.tensors import (
-    ReadyCounters,
     check_has_rows,
     check_not_quantized,
-    check_ready,
     check_reducible,
     check_root,
     check_rows,
@@ -128,57 +126,6 @@ class Collectives:
         dense = to_dense_in_place(tensor)
         self._backend_for(tensor.device).all_reduce(dense, reduction_in(op, order), algorithm)
         return put_back(dense, tensor)
-
-    def all_reduce_when_ready(
-        self,
-        tensor: Tensor,
-        ready: Tensor,
-        target: int,
-        block_rows: int,
-        *,
-        op: str = "sum",
-        blocks: int = 8,
-    ) -> Tensor:
-        """:meth:`all_reduce` of a CUDA tensor that another kernel is still writing, in place.
-
-        Rows ``i * block_rows .. (i + 1) * block_rows - 1`` (fewer in the last block) are complete
-        when ``ready[i] >= target``. The tensor is reduced in chunks of consecutive rows, in order,
-        each once it is complete on all ranks; so the writer should finish rows in that order.
-        The result has the same bits as that of :meth:`all_reduce`.
-
-        The writer must run in another stream, and be launched before this call. It stores a block
-        of rows, then raises its counter with release semantics at GPU scope (in Triton:
-        ``tl.debug_barrier()``, then ``tl.atomic_add(ready + i, 1, sem="release")``), and does not
-        access the rows again. Nothing resets ``ready``: zero it, or raise ``target``, for the next
-        call. This call returns at once. Later work in the current stream runs after the whole
-        reduction, hence after the writer.
-
-        Args:
-            tensor: ``[rows, ...]``, contiguous, a dtype as for :meth:`all_reduce`, on CUDA; the
-                same shape and dtype on all ranks. A symmetric one is read and written in place.
-            ready: ``[ceil(rows / block_rows)]``, int32, contiguous, on the device of ``tensor``.
-            target: final value of a counter; may differ between ranks, as may ``block_rows``.
-            block_rows: rows per counter.
-            op: as for :meth:`all_reduce`.
-            blocks: most thread blocks that wait and reduce; each may take one multiprocessor from
-                the writer. The same on all ranks.
-
-        Returns:
-            ``tensor``.
-
-        Raises:
-            TypeError: a dtype that cannot be reduced, or a ``ready`` that is not int32.
-            ValueError: a tensor that is not contiguous or not on CUDA, a ``ready`` that does not
-                fit it, a ``target`` that is not an int32, ``block_rows`` or ``blocks`` less than
-                1, or as :meth:`all_reduce`.
-        """
-        check_tensor(tensor)
-        check_reducible(tensor, op)
-        counters = ReadyCounters(ready, target, block_rows)
-        check_ready(tensor, counters, blocks)
-        self._device_backend(tensor.device).all_reduce_when_ready(tensor, op, counters, blocks)
-        mark_changed(tensor)
-        return tensor
 
     def reduce_scatter(
         self, input: Tensor, op: str = "sum", *, out: Tensor | None = None, order: str = "rank"

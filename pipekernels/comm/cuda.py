@@ -14,9 +14,8 @@ from pipekernels._arguments import integer
 from pipekernels._log import info_once
 from pipekernels._torch_private import current_raw_stream, disable_dynamo, in_backward
 from pipekernels.comm.backend import DeviceBackend, NativeBackend
-from pipekernels.comm.codes import REDUCIBLE, REDUCTIONS
 from pipekernels.comm.shared_memory import SharedMemoryBackend
-from pipekernels.comm.tensors import ReadyCounters, allocated, shape_digest
+from pipekernels.comm.tensors import allocated
 
 _log = logging.getLogger(__name__)
 
@@ -95,20 +94,6 @@ class CudaBackend(NativeBackend):
         # which the threads of other ranks may need to finish what it waits for.
         closing = weakref.finalize(self, own.close, False)
         closing.atexit = False  # Do not wait for collectives when the process exits.
-
-    def all_reduce_when_ready(
-        self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
-    ) -> None:
-        self._native.all_reduce_when_ready(
-            tensor.data_ptr(),
-            tensor.numel(),
-            REDUCIBLE[tensor.dtype],
-            REDUCTIONS[op],
-            (ready.counters.data_ptr(), ready.target, ready.block_elements(tensor)),
-            blocks,
-            shape_digest(tensor),
-            *self._caller(),
-        )
 
     def empty(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
         self.check()  # Raises clearer errors than torch, for example in a forked child.

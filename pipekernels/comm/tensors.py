@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -170,44 +170,6 @@ def shape_digest(tensor: Tensor) -> int:
 def mark_changed(tensor: Tensor) -> None:
     """Tell autograd that ``tensor`` was changed in place, in case it was saved for backward."""
     _backend.load().mark_changed(tensor)
-
-
-class ReadyCounters(NamedTuple):
-    """Counters that the writer of a tensor raises as it completes blocks of rows."""
-
-    counters: Tensor  # [blocks of rows], int32, on the tensor's device
-    target: int  # Value of a counter when its block is complete.
-    block_rows: int
-
-    def block_elements(self, tensor: Tensor) -> int:
-        """Elements of ``tensor`` per counter."""
-        return self.block_rows * math.prod(tensor.shape[1:])
-
-
-def check_ready(tensor: Tensor, ready: ReadyCounters, blocks: int) -> None:
-    """Raise the errors that :meth:`Communicator.all_reduce_when_ready` documents."""
-    counters, target, block_rows = ready
-    check_kind("ready", counters, Tensor, "a tensor")
-    for name, number in (("target", target), ("block_rows", block_rows), ("blocks", blocks)):
-        check_integer(name, number)
-    if counters.dtype != torch.int32:
-        raise TypeError(f"ready must be int32, got {counters.dtype}")
-    if not tensor.is_cuda or tensor.dim() == 0 or not tensor.is_contiguous():
-        raise ValueError(
-            "all_reduce_when_ready wants a contiguous CUDA tensor with rows, got one of shape "
-            f"{tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
-        )
-    if block_rows < 1 or blocks < 1:
-        raise ValueError(f"block_rows and blocks must be at least 1, got {block_rows} and {blocks}")
-    if not -(1 << 31) <= target < 1 << 31:
-        raise ValueError(f"target must be an int32, as the counters are, got {target}")
-    wanted = -(-tensor.shape[0] // block_rows)
-    fits = counters.shape == (wanted,) and counters.device == tensor.device
-    if not (fits and counters.is_contiguous()):
-        raise ValueError(
-            f"{tensor.shape[0]} rows in blocks of {block_rows} need a contiguous ready of shape "
-            f"({wanted},) on {tensor.device}, got {tuple(counters.shape)} on {counters.device}"
-        )
 
 
 def check_root(src: int, world_size: int) -> None:

@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
         parts: in how many parts a tile is stored, a power of two; more of them take fewer registers
             and less shared memory.
         flatten: make tiles and their steps one loop, so that a tile's loads begin during the tile
-            before it. No effect on tiles that are shared (split-K) or announced.
+            before it. No effect on tiles that are shared (split-K).
         specialize: give loads, products and stores their own warps, where ``flatten`` has an
             effect. More warps then run than ``warps``.
         promote: after how many steps the sum in the tensor cores is added to one in float32; 0 if

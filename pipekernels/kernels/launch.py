@@ -60,20 +60,14 @@ def tiles(product: Product, blocks: Blocks) -> tuple[int, int]:
     return ceil(m / blocks.m), ceil(n / blocks.n)
 
 
-def launch(
-    product: Product, config: Config, *, generation: int, sms: int, ready: Tensor | None = None
-) -> None:
+def launch(product: Product, config: Config, *, generation: int, sms: int) -> None:
     """Launch the kernel on the current stream and device. M, N and K must be positive.
 
     Args:
         product: what to compute.
         config: the kernel's configuration.
         generation: of the GPU, see :func:`pipekernels.kernels.config.generation`.
-        sms: how many multiprocessors to use, each by one program if ``ready`` is given: the others
-            are left to what waits for it.
-        ready: int32 [groups of rows], counters that announce finished tiles: when all rows of a
-            group are stored, its counter has grown by ``group_m`` times the columns of tiles. Needs
-            ``split_k == 1``.
+        sms: how many multiprocessors to use.
     """
     kind, a, b, out, bias, residual, scale_a, scale_b = product
     blocks, group_m, split_k = config
@@ -86,24 +80,22 @@ def launch(
         arrivals = _zeros(a.device, rows * columns)
         programs = items
     else:
-        residents = 1 if ready is not None else _residents(blocks, a.element_size(), generation)
-        programs = min(items, sms * residents)
+        programs = min(items, sms * _residents(blocks, a.element_size(), generation))
     tma = generation >= 90
     a_via, a_operand, a_strides = _access(a, (blocks.m, blocks.k), tma)
     b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma)
     c_via, c_operand = "pointers", out
     c_strides: tuple[int, ...] = out.stride()
-    # The barrier and the release that announce a tile do not order TMA stores before them.
-    if tma and ready is None and split_k == 1 and has_rows(out):
+    if tma and split_k == 1 and has_rows(out):
         c_via, c_strides = "descriptor", (0, 0)
         c_operand = _descriptor(out, (blocks.m, blocks.n // blocks.parts))
     # A barrier in the flattened loop would prevent pipelining.
-    flatten = blocks.flatten and split_k == 1 and ready is None
-    kernel = _key(product, blocks, split_k > 1, ready is not None)
+    flatten = blocks.flatten and split_k == 1
+    kernel = _key(product, blocks, split_k > 1)
     with contextlib.nullcontext() if kernel in _loaded else _loading:
         gemm_kernel[(programs,)](
             a_operand, b_operand, c_operand, bias, residual, scale_a, scale_b,
-            partials, arrivals, ready, *out.shape, a.shape[1], group_m, split_k,
+            partials, arrivals, *out.shape, a.shape[1], group_m, split_k,
             *a_strides, *b_strides, *c_strides, 0 if bias is None else bias.stride(0),
             *((0, 0) if residual is None else residual.stride()),
             *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (scale_a, scale_b)),
@@ -210,7 +202,7 @@ def launch_group_gradients(product: GroupedProduct) -> None:
 
 def is_loaded(product: Product, config: Config) -> bool:
     """Whether :func:`launch` needs neither compile nor load, which a graph capture forbids."""
-    return _key(product, config.blocks, config.split_k > 1, False) in _loaded
+    return _key(product, config.blocks, config.split_k > 1) in _loaded
 
 
 def are_slabs_loaded(product: Product, slabs: int) -> bool:

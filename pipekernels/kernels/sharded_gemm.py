@@ -11,12 +11,6 @@ share operands in the L2 cache, and the groups are finished one after another.
 Split-K: ``split_k`` items share a tile. Each stores its partial sum in float32, and the program
 that arrives last adds them all in the order of K. Which program is last may differ from run to run,
 but the order of the sum does not, so the bits are always the same.
-
-Announcements: after all threads have stored a tile, the program adds to the counter of the tile's
-group. The barrier orders the threads' stores before the one thread's release, which is cumulative:
-a reader that acquires the counter sees the tile. That holds for ordinary stores only, so announced
-tiles are not stored by TMA. The readers run on the same GPU, so the release has GPU scope; what
-they pass on to other GPUs they release themselves.
 """
 
 from __future__ import annotations
@@ -113,7 +107,6 @@ def gemm_kernel(
     a, b, c,  # [M, K], [N, K], [M, N]: pointers, or descriptors where *_VIA says so
     bias, residual, scale_a, scale_b,  # [N], [M, N], [M], [N], each may be None
     partials, arrivals,  # float32 [tiles, split_k, BLOCK_M, BLOCK_N], int32 [tiles]; or None
-    ready,  # int32 [groups], or None
     M, N, K, group_m, split_k,
     stride_am, stride_ak, stride_bn, stride_bk, stride_cm, stride_cn,
     stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
@@ -130,7 +123,7 @@ def gemm_kernel(
     items = tiles_m * tiles_n * split_k
     added = bias, residual, scale_a, scale_b
     strides = stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb
-    ALIKE: tl.constexpr = partials is None and ready is None
+    ALIKE: tl.constexpr = partials is None
     for item in tl.range(
         tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE
     ):
@@ -142,8 +135,7 @@ def gemm_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if PROMOTE > 1:
             short = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        # The compiler can flatten the loops only if it sees that all tiles have the same steps. For
-        # announced tiles it then takes more registers, and some kernels spill.
+        # The compiler can flatten the loops only if it sees that all tiles have the same steps.
         first = 0 if ALIKE else part * share
         last = steps if ALIKE else min(first + share, steps)
         for step in range(first, last):
@@ -181,11 +173,3 @@ def gemm_kernel(
                     total, c, row, col, M, N, added, strides, BLOCK_M, BLOCK_N, PARTS, C_VIA, OUT
                 )
                 tl.store(arrivals + tile, 0)  # Reset for the next launch.
-        if ready is not None:
-            tl.debug_barrier()
-            group = tile_m // group_m
-            # Every group must count to group_m * tiles_n: in the last, shorter group the tiles of
-            # the first row also count for the missing rows.
-            missing = max((group + 1) * group_m - tiles_m, 0)
-            count = tl.where(tile_m % group_m == 0, 1 + missing, 1)
-            tl.atomic_add(ready + group, count, sem="release", scope="gpu")

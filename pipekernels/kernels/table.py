@@ -8,7 +8,6 @@ vendor's library.
 from __future__ import annotations
 
 import functools
-import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +46,6 @@ class Measurement(NamedTuple):
         vendor_seconds: the time of the vendor's library.
         speedup: the library's time divided by ours, the least over the measured shapes of the
             class.
-        overlaps: pairs of a number of ranks, with which summing the result meanwhile was faster,
-            and the thread blocks that then reduce it.
     """
 
     shape: Shape
@@ -56,7 +53,6 @@ class Measurement(NamedTuple):
     seconds: float
     vendor_seconds: float
     speedup: float
-    overlaps: tuple[tuple[int, int], ...] = ()
 
     @property
     def wins(self) -> bool:
@@ -83,10 +79,10 @@ class Table(NamedTuple):
     entries: dict[Shape, Measurement]
 
     def may_gain(self, kind: str, m: int, n: int, k: int) -> bool:
-        """Whether a product of these sizes, in any layout, may gain by the kernel or by overlap."""
+        """Whether a product of these sizes, in any layout, may gain by the kernel."""
         for layout in LAYOUTS:
             entry = self.entries.get(shape_class(kind, layout, m, n, k))
-            if entry is not None and (entry.wins or entry.overlaps):
+            if entry is not None and entry.wins:
                 return True
         return False
 
@@ -168,20 +164,19 @@ def from_json(record: dict[str, Any]) -> Table:
 
 
 def _parse(
-    kind: str, layout: str, m: int, n: int, k: int, config: Any, overlaps: Any = (), **times: float
+    kind: str, layout: str, m: int, n: int, k: int, config: Any, **times: float
 ) -> Measurement:
     if kind not in KINDS or layout not in LAYOUTS:
         raise ValueError(f"there is no kind {kind!r} or layout {layout!r}")
     found = Config(**{**config, "blocks": Blocks(**config["blocks"])})
     *sizes, flatten, specialize, promote = found.blocks
-    pairs = tuple((ranks, blocks) for ranks, blocks in overlaps)
-    sizes += [m, n, k, found.group_m, found.split_k, *itertools.chain(*pairs)]
+    sizes += [m, n, k, found.group_m, found.split_k]
     if any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(f"sizes must be positive integers, got {sizes}")
     if type(promote) is not int or promote < 0 or {type(flatten), type(specialize)} != {bool}:
         raise ValueError(f"flatten, specialize and promote cannot be combined so: {found.blocks}")
     checked = {name: _positive(value) for name, value in times.items()}
-    return Measurement(Shape(kind, layout, m, n, k), found, **checked, overlaps=pairs)
+    return Measurement(Shape(kind, layout, m, n, k), found, **checked)
 
 
 def _positive(value: Any) -> float:

@@ -75,13 +75,11 @@ class Chosen(NamedTuple):
         forced: whether the caller insists on Triton.
         launch_bound: whether the product takes less time than its launch by Python. Then the
             library is faster, except in a captured graph.
-        reducing_blocks: thread blocks that sum the result over ranks meanwhile; 0 if none do.
     """
 
     config: Config
     forced: bool = False
     launch_bound: bool = False
-    reducing_blocks: int = 0
 
 
 def choose(
@@ -92,7 +90,6 @@ def choose(
     *,
     algorithm: str = "auto",
     dtype: torch.dtype | None = None,
-    ranks: int = 1,
 ) -> Chosen | None:
     """How to run the Triton kernel for ``a @ b.T``; ``None`` to use the vendor's library.
 
@@ -102,7 +99,6 @@ def choose(
         residual: that is added.
         algorithm: as for :func:`pipekernels.ops.sharded_gemm`.
         dtype: in which the product is computed, if not that of ``a``.
-        ranks: over how many the result may be summed meanwhile.
     """
     (m, k), n = a.shape, b.shape[0]
     forced, auto = algorithm != "auto", algorithm == "auto"
@@ -133,8 +129,6 @@ def choose(
     if known is not None and layout is not None:
         entry = known.entry(kind, layout, m, n, k)
     if auto and known is not None:
-        if entry is not None and (blocks := dict(entry.overlaps).get(ranks, 0)):
-            return Chosen(entry.config, reducing_blocks=blocks)
         if entry is None or not entry.wins:
             _log_library(gpu.name, known, entry)
             return None

@@ -48,8 +48,6 @@ from pipekernels.tensor_parallel.products import linear_all_reduce
 
 _LAYERS = "a layer that is sharded over ranks"  # For errors.
 
-ROW_ALGORITHMS = (*ALGORITHMS, "overlapped")
-
 
 def shard_sizes(size: int, world_size: int) -> list[int]:
     """How many of ``size`` features each rank holds; if not equal, the first ranks hold one more.
@@ -150,10 +148,7 @@ def row_linear(
         comm: the communicator.
         scatter: return only this rank's slice of the first dimension.
         algorithm: of the products, forward and backward, on a GPU: as for
-            :func:`pipekernels.ops.sharded_gemm`, or ``'overlapped'``: the Triton kernel and the
-            all-reduce run at the same time (experimental: no two GPUs have run it yet). ``'auto'``
-            does so where ``pipekernels tune`` has measured a gain, but not in a captured CUDA
-            graph. The same on all ranks.
+            :func:`pipekernels.ops.sharded_gemm`.
 
     Returns:
         ``[..., out_features]``, the same on every rank; with ``scatter`` its slice
@@ -164,7 +159,7 @@ def row_linear(
             world size; ``algorithm`` is unknown or does not support these arguments.
     """
     if algorithm != "auto":
-        _check_algorithm(algorithm, x, scatter)
+        _check_algorithm(algorithm, x)
     if scatter:
         check_rows(x, comm.world_size, dims=2)
     # is_autocast_enabled("meta") raises.
@@ -183,14 +178,12 @@ def row_linear(
     return result
 
 
-def _check_algorithm(algorithm: str, x: Tensor, scatter: bool) -> None:
-    if algorithm not in ROW_ALGORITHMS:
-        names = ", ".join(ROW_ALGORITHMS)
+def _check_algorithm(algorithm: str, x: Tensor) -> None:
+    if algorithm not in ALGORITHMS:
+        names = ", ".join(ALGORITHMS)
         raise ValueError(f"algorithm must be one of {names}, got {algorithm!r}")
-    if algorithm in ("triton", "overlapped") and not x.is_cuda:
+    if algorithm == "triton" and not x.is_cuda:
         raise ValueError(f"algorithm={algorithm!r} needs CUDA tensors, got {x.device}; use 'auto'")
-    if algorithm == "overlapped" and scatter:
-        raise ValueError("there is no overlapped reduce-scatter; use algorithm='auto'")
 
 
 def _check_transforms(tensors: list[Tensor]) -> None:
@@ -291,16 +284,15 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_differentiated_once(_LAYERS)
         x, weight = ctx.saved_tensors
-        algorithm = "triton" if ctx.algorithm == "overlapped" else ctx.algorithm
         if ctx.scatter:
             grad = all_gather(grad, ctx.comm)
         rows = as_matrix(grad)  # [rows, out_features]
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = _product(rows, weight.t(), ctx.on_gpu, algorithm).view(x.shape)
+            grad_x = _product(rows, weight.t(), ctx.on_gpu, ctx.algorithm).view(x.shape)
         if ctx.needs_input_grad[1]:
             flat = as_matrix(x)
-            grad_weight = _product(rows.t(), flat.t(), ctx.on_gpu, algorithm)
+            grad_weight = _product(rows.t(), flat.t(), ctx.on_gpu, ctx.algorithm)
         return grad_x, grad_weight, None, None, None, None
 
 

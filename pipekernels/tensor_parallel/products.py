@@ -2,8 +2,7 @@
 
 On CPUs, a few rows without derivatives have their own kernel
 (:mod:`pipekernels.local_ops.skinny_gemm`), all else is the library's. On GPUs see
-:mod:`pipekernels.local_ops.sharded_gemm`; a product whose result is summed over ranks may also
-overlap the sum (:mod:`pipekernels.tensor_parallel.overlap`).
+:mod:`pipekernels.local_ops.sharded_gemm`.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from torch.nn import functional
 
 from pipekernels.comm import Communicator
 from pipekernels.comm.collectives import sum_of_outputs
-from pipekernels.local_ops.gemm_choice import Chosen, choose
-from pipekernels.local_ops.sharded_gemm import as_matrix, run, sharded_gemm
+from pipekernels.local_ops.sharded_gemm import as_matrix, gemm_into, sharded_gemm
 from pipekernels.local_ops.skinny_gemm import may_be_skinny, skinny_into, skinny_linear
-from pipekernels.tensor_parallel import overlap
 
 SMALL_ROW = 1024  # Bytes.
 
@@ -76,23 +73,7 @@ def linear_all_reduce(
     out = comm.output((*x.shape[:-1], weight.shape[0]), x)
     rows, product = (x, out) if x.dim() == 2 else (as_matrix(x), as_matrix(out))
     if x.is_cuda:
-        chosen = _choose(rows, weight, product, comm, scatter, algorithm)
-        if chosen is not None and chosen.reducing_blocks:
-            overlap.gemm_all_reduce(rows, weight, product, comm, chosen)
-            return out
-        run(chosen, product, rows, weight)
+        gemm_into(product, rows, weight, algorithm=algorithm)
     else:
         torch.mm(rows, weight.t(), out=product)
     return comm.reduce_scatter(out) if scatter else sum_of_outputs(comm, out)
-
-
-def _choose(
-    rows: Tensor, weight: Tensor, product: Tensor, comm: Communicator, scatter: bool, algorithm: str
-) -> Chosen | None:
-    """How a GPU computes ``product``, whose sum over ranks follows."""
-    if algorithm == "overlapped":  # With one rank there is nothing to overlap.
-        chosen = choose(rows, weight, product, algorithm="triton")
-        return overlap.always(chosen, rows) if comm.world_size > 1 else chosen
-    can_overlap = algorithm == "auto" and not scatter
-    ranks = overlap.ranks_that_overlap(comm, rows.device) if can_overlap else 1
-    return choose(rows, weight, product, algorithm=algorithm, ranks=ranks)

@@ -80,14 +80,11 @@ def test_rows_that_only_a_gpu_gives_are_on_the_page() -> None:
         {"note": "Tuned: 70 shapes."},
         row("Large", "a", "triton", 2e-4, **{"TFLOP/s": 606.0, "error / cublas": 0.5}),
         row("Large", "a", "cublas", 3e-4, **{"TFLOP/s": 404.0, "error / cublas": 1.0}),
-        row("Both", "b", "one after the other", 3e-4),
-        row("Both", "b", "overlapped", 2e-4, blocks=8, wrong=0),
         {"case": "c", "error": "RuntimeError: no room"},
     ]
     page = rendered("gpu.sharded_gemm", rows)
     assert "| case; in brackets cublas / it | triton | cublas |" in page
     assert "| a | 200 us (1.50) | 300 us (1.00) |" in page
-    assert "| b | 300 us (1.00) | 200 us (1.50) |" in page
     assert "Tuned: 70 shapes." in page and "* c: RuntimeError: no room" in page
     line = tables.table(rows[1:2], [], "triton", columns=("TFLOP/s",)).splitlines()[-1]
     assert line == "| a | triton | 200 us | 200 us to 200 us | 1.00 | 606 |"

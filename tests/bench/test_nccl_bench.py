@@ -18,7 +18,7 @@ from support.ranks import leaves_the_group
 from bench import harness, timing
 from bench.gpu import __main__ as gpu
 from bench.gpu import nccl, nccl_peers, threads
-from bench.gpu.nccl import FUSED, OURS, PLAIN, Ranks
+from bench.gpu.nccl import OURS, Ranks
 from bench.gpu.nccl_peers import NCCL_SYMMETRIC, TORCH
 from bench.harness import Options
 from bench.report import pages
@@ -57,7 +57,7 @@ def test_it_starts_its_own_ranks() -> None:
         assert f"**{operation}; 2 ranks**" in done.stdout
     assert "| 1024 | 512 | sum | " in done.stdout  # All-reduce: all elements;
     assert "| 1024 | 256 | sum | " in done.stdout  # reduce-scatter: those of a rank.
-    assert f"| {PLAIN} | " in done.stdout and "| .to / it | size" in done.stdout
+    assert f"| {OURS} | " in done.stdout and "| .to / it | size" in done.stdout
 
 
 BROKEN = """
@@ -217,11 +217,10 @@ def test_peers_that_this_torch_or_gpu_lacks_are_named_with_the_reason(
 
 def test_layer_and_pipe_are_checked(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, pipe = "row-parallel layer, 3 rows", "pipe, 2 rows"
-    assert wrong(layer) == {PLAIN: 0, "Gloo": 0} and wrong(pipe) == {OURS: 0}
+    assert wrong(layer) == {OURS: 0, "Gloo": 0} and wrong(pipe) == {OURS: 0}
     monkeypatch.setattr(nccl, "row_linear", spoiled(nccl.row_linear))
     monkeypatch.setattr(nccl, "by_hand", spoiled(nccl.by_hand))
-    assert wrong(layer) == {PLAIN: 2, "Gloo": 0} and wrong(pipe) == {OURS: 2}
-    assert FUSED not in wrong(layer)  # On a CPU nothing is fused.
+    assert wrong(layer) == {OURS: 2, "Gloo": 0} and wrong(pipe) == {OURS: 2}
 
 
 def test_sums_are_exact_in_bfloat16() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import on, on_ranks, own_stream, run_processes, run_threads
+from support.ranks import on, on_ranks, run_processes, run_threads
 from torch import Tensor
 
 from pipekernels import Communicator, PeerError, _backend, ops
@@ -373,49 +373,6 @@ def leave_early(comm: Communicator, gpu: torch.device, abort: bool) -> None:
 @pytest.mark.parametrize("abort", [False, True])
 def test_a_rank_that_leaves_is_named(abort: bool, gpu: torch.device) -> None:
     run_processes(2, leave_early, gpu, abort)
-
-
-@on_gpu
-@on_ranks(2, run_threads, run_processes)
-def test_reduces_rows_while_they_are_written(comm: Communicator, gpu: torch.device) -> None:
-    """Another stream writes the rows, and increments a counter after each block of rows."""
-    generator = torch.Generator().manual_seed(comm.rank)
-    writer = torch.cuda.Stream(gpu)
-    for dtype in (torch.float32, torch.bfloat16):
-        for symmetric in (False, True):
-            for rows, block_rows, blocks in ((1000, 128, 8), (37, 5, 3), (1, 1, 64)):
-                contents = torch.randn(rows, 333, generator=generator).to(dtype).to(gpu)
-                empty = comm.empty if symmetric else torch.empty
-                x = empty(rows, 333, dtype=dtype, device=gpu).fill_(float("nan"))
-                ready = torch.zeros(-(-rows // block_rows), dtype=torch.int32, device=gpu)
-                expected = comm.all_reduce(contents.clone())
-                comm.synchronize()
-                torch.cuda.current_stream().synchronize()
-                with torch.cuda.stream(writer):
-                    for i in range(len(ready)):
-                        block = slice(i * block_rows, (i + 1) * block_rows)
-                        x[block] = contents[block]
-                        ready[i] += 2  # The end of the previous kernel released its writes.
-                comm.all_reduce_when_ready(x, ready, 2, block_rows, blocks=blocks)
-                assert torch.equal(x, expected)
-                writer.synchronize()
-    comm.barrier()
-
-
-@on_gpu
-def test_rows_that_are_never_ready(gpu: torch.device) -> None:
-    def on_rank(comm: Communicator) -> None:
-        with own_stream(gpu):
-            x = torch.ones(10, 10, device=gpu)
-            ready = torch.full((1,), 1 - comm.rank, dtype=torch.int32, device=gpu)
-            comm.all_reduce_when_ready(x, ready, 1, 10)
-            # Depends on the rank that times out first; the other one reports that rank's failure.
-            message = "were not ready within|rank 1 (of 2 )?did not arrive"
-            with pytest.raises(TimeoutError, match=message):
-                comm.synchronize()
-            assert x.isnan().all() and is_usable(gpu)
-
-    run_threads(2, on_rank, timeout=3.0)
 
 
 @on_gpu

@@ -35,7 +35,7 @@ def test_an_axiom_less_changes_verdicts(check_ptx: Any, monkeypatch: pytest.Monk
     assert {"MP-release-acquire", "MP-barrier", "SB-fence-sc", "ISA2-growing-scopes"} <= wrong
 
 
-@pytest.mark.parametrize("name", ["signal", "announced", "preserved", "failure", "pushed"])
+@pytest.mark.parametrize("name", ["signal", "preserved", "failure", "pushed"])
 def test_protocol_holds_and_each_break_is_found(check_ptx: Any, name: str) -> None:
     whole, *broken = check_ptx.programs(name)
     assert check_ptx.search(whole[1]).error == ""
@@ -93,5 +93,5 @@ def test_programs_have_the_instructions_of_the_code() -> None:
     assert {"ld.acquire.sys", "st.release.sys", "fence.acq_rel.sys"} <= team <= used
     gemm = (ROOT / "pipekernels/kernels/sharded_gemm.py").read_text()
     atomics = re.findall(r'tl\.atomic_add\(.*sem="(\w+)", scope="(\w+)"\)', gemm)
-    assert len(atomics) == 2
+    assert len(atomics) == 1
     assert {f"atom.{order}.{scope}.add" for order, scope in atomics} <= used

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.slow  # Imports Triton.
 pytest.importorskip("triton", minversion="3.6")
 
 from pipekernels.kernels import launch as launching
-from pipekernels.kernels import table
 from pipekernels.kernels.config import Blocks, Config
 
 
@@ -92,19 +91,3 @@ def test_each_stream_and_each_capture_has_its_own_counters(monkeypatch: pytest.M
     captured = {place(7, capturing=True), place(7, capturing=True)}
     assert len(captured | {place(7), place(7, count=1 << 20)}) == 4
     launching._counters.cache_clear()
-
-
-def test_products_leave_multiprocessors_to_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second program on a multiprocessor would begin before the blocks that sum, which then wait
-    for the whole product."""
-    monkeypatch.setattr(launching, "gemm_kernel", kernel := Kernel())
-    known = table.for_gpu("NVIDIA H200")
-    configs = {entry.config for entry in known.entries.values() if entry.config.split_k == 1}
-    sms, blocks = 132, 16
-    for config in configs:
-        rows = 64 * config.blocks.m
-        a, b = bf16(rows, 256), bf16(64 * config.blocks.n, 256)
-        product = launching.Product("bfloat16", a, b, bf16(rows, len(b)))
-        ready = torch.empty(rows, dtype=torch.int32)
-        launching.launch(product, config, generation=90, sms=sms - blocks, ready=ready)
-    assert len(configs) > 1 and kernel.programs == [sms - blocks] * len(configs)

@@ -73,8 +73,6 @@ def test_every_shipped_table_can_be_read(path: Path) -> None:
         {"entries": [{}]},
         {"entries": [{"kind": "int8"}]},
         {"entries": [{"m": 0}]},
-        {"entries": [{"overlaps": [[2]]}]},
-        {"entries": [{"overlaps": [[2, 0]]}]},
         {"entries": [{"seconds": -1.0}]},
         {"entries": [{"speedup": "1"}]},
         {"entries": [{"config": [[128, 128, 64, 8, 4], 8, 1]}]},

@@ -170,7 +170,7 @@ def test_auto_leaves_short_products_to_the_library_unless_captured(
 
     def launch(product: Any, config: Config, **_: Any) -> None:
         done.append("triton")
-        launching._loaded.add(launching._key(product, config.blocks, config.split_k > 1, False))
+        launching._loaded.add(launching._key(product, config.blocks, config.split_k > 1))
 
     monkeypatch.setattr(launching, "launch", launch)
     monkeypatch.setattr(launching, "_loaded", set())

@@ -191,19 +191,11 @@ def cuda_collectives(native: Any) -> list[Case]:
     comm = native.CudaCommunicator(core, torch.cuda.current_device(), 1 << 20)
     data = torch.zeros(1024, device="cuda").data_ptr  # Keeps the tensor.
     stream = torch.cuda.current_stream().cuda_stream
-    gates, most = (data(), 1, 16), f"symmetric_bytes must be at most {1 << 56}"
-
-    def when_ready(*arguments: Any) -> Any:
-        return lambda: comm.all_reduce_when_ready(data(), 8, *arguments, 0, stream, True)
-
+    most = f"symmetric_bytes must be at most {1 << 56}"
     return [
         *cases_of_collectives(comm, data, (stream, True)),
         ("no core", lambda: native.CudaCommunicator(None, 0, 0), TypeError, "incompatible"),
         ("bytes", lambda: native.CudaCommunicator(core, 0, HUGE), ValueError, most),
-        ("0 blocks", when_ready(FLOAT32, 0, gates, 0), ValueError, "blocks must be in 1.."),
-        ("null gates", when_ready(FLOAT32, 0, (0, 1, 16), 1), ValueError, "gates must be"),
-        ("empty gates", when_ready(FLOAT32, 0, (data(), 1, 0), 1), ValueError, "gates must be"),
-        ("gated dtype", when_ready(-1, 0, gates, 1), ValueError, "dtype must be in 0..21"),
     ]
 
 

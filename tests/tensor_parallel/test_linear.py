@@ -233,7 +233,7 @@ def test_skip_bias_add_and_no_reduction(device: torch.device) -> None:
 def test_every_algorithm_of_a_row_parallel_product(
     rows: int, world_size: int, device: torch.device
 ) -> None:
-    """All obey the error bound; "overlapped" and "triton" have the same bits."""
+    """All obey the error bound, and have a backward."""
     torch.manual_seed(0)
     k, n = 64 * world_size, 520
     full = [torch.randn(size, dtype=torch.bfloat16).to(device) for size in ((rows, k), (n, k))]
@@ -241,8 +241,7 @@ def test_every_algorithm_of_a_row_parallel_product(
     magnitude = full[0].double().abs() @ full[1].double().abs().t()
 
     def on_rank(comm: Communicator) -> None:
-        results = {}
-        for algorithm in ("auto", "cublas", "triton", "overlapped"):
+        for algorithm in ("auto", "cublas", "triton"):
             x, weight = leaves = [
                 t.contiguous().requires_grad_()
                 for t in (part(full[0], 1, comm), part(full[1], 1, comm))
@@ -251,9 +250,7 @@ def test_every_algorithm_of_a_row_parallel_product(
                 y = row_linear(x, weight, comm, algorithm=algorithm)
             assert_within_bound(y, exact, magnitude, k + world_size)
             grad = torch.ones_like(y)
-            results[algorithm] = y, *torch.autograd.grad(y, leaves, grad)
-        for ours, other in zip(results["overlapped"], results["triton"], strict=True):
-            assert torch.equal(ours, other)
+            torch.autograd.grad(y, leaves, grad)
 
     run_threads(world_size, on(device, on_rank))
 

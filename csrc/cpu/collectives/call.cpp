@@ -5,8 +5,8 @@ namespace pipekernels {
 std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 
 std::string describe(const Call& call) {
-  constexpr const char* names[] = {"barrier",    "all_reduce", "reduce_scatter",
-                                   "all_gather", "broadcast",  "all_reduce_when_ready"};
+  constexpr const char* names[] = {"barrier", "all_reduce", "reduce_scatter", "all_gather",
+                                   "broadcast"};
   const auto operation = static_cast<Operation>(static_cast<uint8_t>(call.operation) & ~kOnCuda);
   std::string text = names[static_cast<int>(operation)];
   if (operation == Operation::kBarrier) return text + "()";
@@ -14,7 +14,6 @@ std::string describe(const Call& call) {
   if (operation == Operation::kBroadcast) return text + ", src=" + std::to_string(call.root) + ")";
   if (operation != Operation::kAllGather) text += std::string(", ") + name_of(call.reduction);
   if (operation == Operation::kAllReduce) text += std::string(", ") + name_of(call.algorithm);
-  if (operation == Operation::kAllReduceWhenReady) text += ", blocks=" + std::to_string(call.root);
   return text + ")";
 }
 

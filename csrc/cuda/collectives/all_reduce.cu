@@ -14,14 +14,14 @@ const void* kernel_for(DType dtype, Order order, Algorithm algorithm) {
 }
 
 void reduce(CudaCommunicator& communicator, const Call& call, Algorithm algorithm, void* data,
-            const Gates& gates, const CudaCaller& caller) {
+            const CudaCaller& caller) {
   check_reducible(call.dtype, call.reduction);
-  if (communicator.world_size() == 1 && gates.ready == nullptr) return communicator.check();
+  if (communicator.world_size() == 1) return communicator.check();
   const Order order = kernel_order(call, algorithm, communicator.world_size());
   const uint64_t location =
       communicator.location_of(data, call.count * size_of(call.dtype), caller.stream);
   communicator.launch(kernel_for(call.dtype, order, algorithm),
-                      plan_all_reduce(communicator.ranks(), call, algorithm, data, location, gates),
+                      plan_all_reduce(communicator.ranks(), call, algorithm, data, location),
                       caller);
 }
 
@@ -47,17 +47,7 @@ void all_reduce_cuda(CudaCommunicator& communicator, void* data, size_t count, D
   if (algorithm == Algorithm::kAuto) {
     algorithm = choose_device_algorithm(count * size_of(dtype), communicator.world_size());
   }
-  reduce(communicator, call, algorithm, data, {}, caller);
-}
-
-void all_reduce_when_ready_cuda(CudaCommunicator& communicator, void* data, size_t count,
-                                DType dtype, Reduction reduction, const Gates& gates, int blocks,
-                                uint32_t shape, const CudaCaller& caller) {
-  const int most = communicator.ranks().layout.blocks;
-  const auto few = static_cast<uint32_t>(blocks < most ? blocks : most);
-  const Call call{
-      Operation::kAllReduceWhenReady, dtype, reduction, Algorithm::kTwoShot, few, shape, count};
-  reduce(communicator, call, Algorithm::kTwoShot, data, gates, caller);
+  reduce(communicator, call, algorithm, data, caller);
 }
 
 }  // namespace pipekernels

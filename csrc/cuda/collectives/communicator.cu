@@ -291,8 +291,6 @@ void CudaCommunicator::throw_failure() {
         throw TimeoutError(failure.rank, rank_name(failure.rank) + " of " +
                                              std::to_string(world_size()) + " did not arrive at " +
                                              text + " on its device" + limit + advice());
-      case DeviceFailureKind::kNotReady:
-        throw TimeoutError(rank(), "the data of " + text + " were not ready" + limit);
       case DeviceFailureKind::kMismatch: {
         const bool first = rank() < failure.rank;
         const Call calls[] = {first ? failure.mine : failure.theirs,

@@ -12,7 +12,6 @@ from pipekernels import _backend
 from pipekernels.comm.cuda import with_index
 from pipekernels.comm.hosts.cpu import bytes_of, in_any_order
 from pipekernels.comm.messages import backends_of
-from pipekernels.comm.tensors import ReadyCounters
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -54,14 +53,6 @@ class GroupBackend:
         op = in_any_order(tensor, op)
         dist.all_reduce(tensor, _OPERATIONS[op], self._group)
         self._divide(tensor, op)
-
-    def all_reduce_when_ready(
-        self, tensor: Tensor, op: str, ready: ReadyCounters, blocks: int
-    ) -> None:
-        raise RuntimeError(
-            "all_reduce_when_ready needs all ranks on one host; wait for the kernel that writes "
-            "the tensor, and call all_reduce()"
-        )
 
     def reduce_scatter(self, input: Tensor, output: Tensor, op: str) -> None:
         op = in_any_order(input, op)

@@ -15,7 +15,6 @@ import pickle
 import re
 import sys
 import tempfile
-from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,10 +39,9 @@ SOURCES = [
 class Case(NamedTuple):
     """One compilation.
 
-    ``variant`` is one of a linear layer's three products: ``forward`` (with bias and residual, and
-    with scales for float8), ``grad_input`` or ``grad_weight``; ``announced``, a product that
-    announces finished tiles; ``odd``, ``forward`` with odd sizes; or ``unit``, ``forward`` with all
-    sizes 1, which Triton compiles in as constants.
+    ``variant`` is one of a linear layer's three products: ``forward`` (with bias and residual, or
+    with scales for float8), ``grad_input`` or ``grad_weight``; ``odd``, ``forward`` with odd
+    sizes; or ``unit``, ``forward`` with all sizes 1, which Triton compiles in as constants.
     """
 
     architecture: int  # Compute capability to compile for; 90 for sm_90.
@@ -159,9 +157,6 @@ def cases() -> list[Case]:
         if kind == "float16":  # Differs from bfloat16 only in the types of some instructions.
             variants = ["grad_weight"]
         these = [(blocks, False, variant) for blocks in full_tile for variant in variants]
-        if kind != "float16":  # Announced tiles are in no flattened loop.
-            plain = [blocks._replace(flatten=False, specialize=False) for blocks in full_tile]
-            these += [(blocks, False, "announced") for blocks in plain]
         these += [(blocks, True, variant) for blocks in choice.split_k for variant in variants]
         these += [(choice.unaligned, False, "odd")]
         if kind == "bfloat16":
@@ -189,12 +184,10 @@ def group_cases() -> list[GroupCase]:
 
 
 def one_per_configuration() -> list[Case]:
-    """For each configuration one of its variants, in turn; and the first one announced per kind."""
+    """For each configuration one of its variants, in turn."""
     groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in cases():
         configuration = (*case[:5], case.variant in ("odd", "unit"))
-        if case.variant == "announced":
-            configuration = (*case[:3], "announced")
         if case.kind != "float16":
             groups.setdefault(configuration, []).append(case)
     return [group[at % len(group)] for at, group in enumerate(groups.values())]
@@ -276,15 +269,12 @@ def _launch(case: Case) -> None:
     scaled = dtype == torch.float8_e4m3fn
     out = torch.empty(m, n, dtype=torch.bfloat16 if scaled else dtype)
     added = {"scale_a": torch.empty(m), "scale_b": torch.empty(n)} if scaled else {}
-    if case.variant in ("forward", "odd", "unit"):
+    if case.variant in ("odd", "unit") or (case.variant == "forward" and not scaled):
         added |= {"bias": torch.empty_like(out[0]), "residual": torch.empty_like(out)}
     config = Config(blocks, split_k=2 if case.split else 1)
-    ready = None
-    if case.variant == "announced":
-        ready = torch.zeros(ceil(m / blocks.m / config.group_m), dtype=torch.int32)
     a, b = operands(case.variant, m, n, k, dtype, torch.empty)
     product = Product(case.kind, a, b, out, **added)
-    launch(product, config, generation=case.generation, sms=4, ready=ready)
+    launch(product, config, generation=case.generation, sms=4)
 
 
 def _launch_slabs(case: SlabCase) -> None:

@@ -12,8 +12,6 @@ from pipekernels.kernels import table
 from pipekernels.kernels.config import Blocks, Config, generation
 from pipekernels.kernels.table import Measurement, Shape, Table, shape_class
 from pipekernels.local_ops import gemm_choice
-from pipekernels.tensor_parallel import overlap
-from pipekernels.tensor_parallel.overlap import tuning
 from support.error_bounds import gamma
 from support.kernels.operands import operands
 
@@ -91,7 +89,7 @@ def pretend_gpu(
 ) -> None:
     """Let the choice of an algorithm see a GPU for which the table ``known`` was measured."""
     fake = gemm_choice.Gpu("Some GPU", capability, generation(capability), 132)
-    for user in (gemm_choice, module, overlap, tuning):
+    for user in (gemm_choice, module):
         monkeypatch.setattr(user, "gpu_of", lambda device: fake)
     monkeypatch.setattr(table, "for_gpu", lambda name: known)
     monkeypatch.setattr(gemm_choice, "has_triton", lambda: True)

@@ -29,7 +29,6 @@ from pipekernels.kernels.launch import Product, launch
 from pipekernels.kernels.table import LAYOUTS, Shape, shape_class
 from pipekernels.local_ops.gemm_choice import Chosen, Gpu
 from pipekernels.tensor_parallel import functional as tensor_parallel
-from pipekernels.tensor_parallel import overlap
 from support.error_bounds import gamma
 from support.kernels.interpreter import skip_unless_it_works
 from support.kernels.operands import operands
@@ -168,26 +167,14 @@ def strides(data: st.DataObject) -> None:
     assert torch.equal(~base.isnan(), written)
 
 
-def test_the_bits_depend_on_neither_grid_nor_groups_nor_announcements_nor_loops() -> None:
+def test_the_bits_depend_on_neither_grid_nor_groups_nor_loops() -> None:
     p = product(70, 100, 64, "forward", torch.float16)
     results = []
-    for sms, group_m, announced in ((1, 1, False), (3, 2, False), (50, 8, False), (3, 2, True)):
-        ready = torch.zeros(8, dtype=torch.int32) if announced else None
+    for sms, group_m in ((1, 1), (3, 2), (50, 8)):
         blocks = SMALL._replace(flatten=sms != 3)
-        launch(p, Config(blocks, group_m), generation=90, sms=sms, ready=ready)
+        launch(p, Config(blocks, group_m), generation=90, sms=sms)
         results.append(p.out.clone())
     assert all(torch.equal(result, results[0]) for result in results)
-
-
-@pytest.mark.parametrize("group_m", [1, 2, 3, 8])
-def test_every_group_announces_the_same_number_of_tiles(group_m: int) -> None:
-    for m in (16, 70, 96):
-        p = product(m, 100, 20, "forward", torch.float32)
-        groups = -(-m // (SMALL.m * group_m))
-        ready = torch.zeros(groups + 1, dtype=torch.int32)
-        launch(p, Config(SMALL, group_m), generation=90, sms=3, ready=ready)
-        check(p, Config(SMALL))
-        assert ready.tolist() == [group_m * 4] * groups + [0]  # 4 columns of tiles.
 
 
 def test_split_k_resets_its_counters_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,38 +302,6 @@ def test_tuning_drops_wrong_results_and_keeps_the_fastest(
     table.save(found)
     assert table.load("Some GPU") == found
     assert not tuner.measure(shapes, library, seconds=-1.0).entries
-
-
-@pytest.mark.parametrize("rows", [16, 70, 150])
-def test_an_overlap_announces_the_tiles_that_its_ready_counters_expect(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Streams do nothing here, as the interpreter has finished a kernel when it returns."""
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    for name in ("current_stream", "Stream"):
-        stream = SimpleNamespace(wait_stream=lambda other: None)
-        monkeypatch.setattr(torch.cuda, name, lambda *_, stream=stream, **__: stream)
-    gpu = Gpu("none", (9, 0), 90, 6)
-    monkeypatch.setattr(overlap, "gpu_of", lambda device: gpu)
-    a, b, out = torch.randn(rows, 40), torch.randn(48, 40), torch.empty(rows, 48)
-    summed = []
-
-    class Ranks:
-        handle = -1
-
-        def all_reduce_when_ready(
-            self, tensor: Tensor, ready: Tensor, target: int, block_rows: int, *, blocks: int
-        ) -> None:
-            assert ready.tolist() == [target] * -(-rows // block_rows)
-            assert blocks == 2
-            summed.append(tensor.clone())
-
-    chosen = Chosen(Config(SMALL), reducing_blocks=2)
-    overlap.gemm_all_reduce(a, b, out, Ranks(), chosen)
-    unfused = torch.empty_like(out)
-    launch(Product("float32", a, b, unfused), Config(SMALL), generation=90, sms=6)
-    assert torch.equal(summed[0], unfused)
 
 
 def test_the_layers_gradients_go_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

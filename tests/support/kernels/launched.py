@@ -99,7 +99,7 @@ def test_every_configuration(case: aot.Case) -> None:
     launches, maps = launched(case.architecture, lambda: aot._launch(case))
     expected = 0
     if case.generation >= 90 and case.variant != "odd":
-        expected = 2 if case.split or case.variant == "announced" else 3
+        expected = 2 if case.split else 3
     assert (launches, maps) == (1, expected)
 
 

@@ -5,7 +5,6 @@
 
 #include "pipekernels/collectives/communicator.h"
 #include "pipekernels/elements/dtype.h"
-#include "pipekernels/shared_memory/device_memory.h"
 
 namespace pipekernels {
 
@@ -29,11 +28,5 @@ Algorithm choose_algorithm(size_t bytes, const Communicator& communicator);
 void all_reduce_cuda(CudaCommunicator& communicator, void* data, size_t count, DType dtype,
                      Reduction reduction, Algorithm algorithm, uint32_t shape,
                      const CudaCaller& caller);
-
-// Reduces on CUDA by two_shot, with at most `blocks` thread blocks, while a kernel in another
-// stream still writes the data; see Gates in device_memory.h.
-void all_reduce_when_ready_cuda(CudaCommunicator& communicator, void* data, size_t count,
-                                DType dtype, Reduction reduction, const Gates& gates, int blocks,
-                                uint32_t shape, const CudaCaller& caller);
 
 }  // namespace pipekernels

@@ -29,7 +29,7 @@ inline Order kernel_order(const Call& call, Algorithm algorithm, int ranks) {
 
 // The launch for `call`. `algorithm` must not be kAuto.
 inline DeviceLaunch plan_all_reduce(const DeviceRanks& ranks, const Call& call, Algorithm algorithm,
-                                    void* data, uint64_t location, const Gates& gates = {}) {
+                                    void* data, uint64_t location) {
   const size_t size = size_of(call.dtype);
   size_t limit = ranks.layout.set_bytes;
   if (algorithm == Algorithm::kRing) {
@@ -37,10 +37,6 @@ inline DeviceLaunch plan_all_reduce(const DeviceRanks& ranks, const Call& call, 
         partial_stride(ranks.layout.slot_bytes, most_partials(ranks.layout.ranks, call.reduction),
                        partial_size_of(call.dtype)) *
         size;
-  }
-  int blocks = ranks.layout.blocks;
-  if (call.operation == Operation::kAllReduceWhenReady && static_cast<int>(call.root) < blocks) {
-    blocks = static_cast<int>(call.root);
   }
   size_t least = ranks.layout.min_chunk_bytes;
   const bool pushed = algorithm == Algorithm::kOneShot &&
@@ -50,10 +46,9 @@ inline DeviceLaunch plan_all_reduce(const DeviceRanks& ranks, const Call& call, 
     limit = ranks.layout.inbox_bytes;
     least = limit / 4;  // One word for each thread.
   }
-  const DeviceGrid grid = plan_grid(call.count, size, limit, least, blocks);
+  const DeviceGrid grid = plan_grid(call.count, size, limit, least, ranks.layout.blocks);
   auto* bytes = static_cast<std::byte*>(data);
-  return {ranks,      {call, location}, bytes, bytes, call.count,
-          grid.chunk, grid.blocks,      gates, pushed};
+  return {ranks, {call, location}, bytes, bytes, call.count, grid.chunk, grid.blocks, pushed};
 }
 
 }  // namespace pipekernels

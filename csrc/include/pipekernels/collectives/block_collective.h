@@ -44,7 +44,7 @@ class BlockCollective : public DeviceWaits<Team> {
   using Base = DeviceWaits<Team>;
   using Base::all_threads_succeeded, Base::await, Base::compared_, Base::counters_, Base::failed;
   using Base::flag, Base::launch_, Base::matches, Base::own_cell, Base::own_memory, Base::poll;
-  using Base::poll_until, Base::pushing_, Base::ranks_, Base::read_call, Base::report, Base::team_;
+  using Base::pushing_, Base::ranks_, Base::read_call, Base::report, Base::team_;
 
  public:
   using Base::launch, Base::rank, Base::ranks, Base::team;
@@ -208,19 +208,6 @@ class BlockCollective : public DeviceWaits<Team> {
   }
   PK_HOST_DEVICE void send_gathered(int next, uint64_t number) {
     send_chunk(&peer_cell(next).gather_sent, number);
-  }
-
-  // Waits until `count` elements from `begin` on are complete; see Gates. Returns as wait() does.
-  PK_HOST_DEVICE bool wait_ready(size_t begin, size_t count) {
-    const Gates& gates = launch_.gates;
-    if (gates.ready == nullptr || count == 0) return true;
-    const size_t last = (begin + count - 1) / gates.block_elements;
-    bool ready = true;
-    for (size_t i = begin / gates.block_elements + team_.thread(); i <= last && ready;
-         i += team_.threads()) {
-      ready = poll_until(gates.ready + i, gates.target, rank());
-    }
-    return all_threads_succeeded(ready);
   }
 
   // Whether peers access this rank's data in place. After the first wait: the data of `peer`, or

@@ -16,7 +16,6 @@ enum class Operation : uint8_t {
   kReduceScatter,
   kAllGather,
   kBroadcast,
-  kAllReduceWhenReady,
 };
 
 constexpr int kMaxRanks = 1024;
@@ -28,8 +27,7 @@ struct Call {
   DType dtype = DType::kUInt8;
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
-  // kBroadcast: the rank that sends. kAllReduceWhenReady: the number of thread blocks.
-  uint32_t root : 10;
+  uint32_t root : 10;           // kBroadcast: the rank that sends.
   uint32_t shape : kShapeBits;  // A digest of the shape of this rank's input.
   uint64_t count = 0;           // Elements of this rank's input.
 };

@@ -36,22 +36,16 @@ class DeviceWaits {
   }
   PK_HOST_DEVICE uint32_t flag() const { return static_cast<uint32_t>(counters_.pushes); }
 
+  // Polls until *word, which rank `owner` raises, is at least `target`, and acquires what came
+  // before. Returns false on a failure. Each acquire invalidates the cache, so polls are relaxed.
   PK_HOST_DEVICE bool await(const uint64_t* word, uint64_t target, int owner) {
-    if (!poll_until(word, target, owner)) return false;
+    if (!poll([&] { return team_.load_relaxed(word) >= target; }, owner)) return false;
+    team_.load_acquire(word);  // Counters only grow: it reads what was polled, or a later release.
     // An owner that has failed after its signal no longer preserves its data for this rank. A
     // mismatch is ignored here: either the owner has found it in a later call, or this rank finds
     // the same mismatch in compare().
     const uint64_t status = status_of(owner);
     return status == 0 || is_mismatch(status) || peer_failed(owner, status);
-  }
-
-  // Polls until *word, which rank `owner` raises, is at least `target`, and acquires what came
-  // before. Returns false on a failure. Each acquire invalidates the cache, so polls are relaxed.
-  template <class Word>
-  PK_HOST_DEVICE bool poll_until(const Word* word, Word target, int owner) {
-    if (!poll([&] { return team_.load_relaxed(word) >= target; }, owner)) return false;
-    team_.load_acquire(word);  // Counters only grow: it reads what was polled, or a later release.
-    return true;
   }
 
   // Polls until reached(). Returns false on a failure. reached() may set `owner`, the rank that it
@@ -161,8 +155,8 @@ class DeviceWaits {
 
   PK_HOST_DEVICE Interruption look_for_interruption(int owner, PollTimes& times) {
     Interruption interruption = find_cause(owner, times);
-    interruption.signalled = pushing_ && owner != rank() &&
-                             team_.load_acquire(&own_cell(owner).arrivals) > counters_.signals;
+    interruption.signalled =
+        pushing_ && team_.load_acquire(&own_cell(owner).arrivals) > counters_.signals;
     return interruption;
   }
   PK_HOST_DEVICE Interruption find_cause(int owner, PollTimes& times) const {
@@ -192,9 +186,7 @@ class DeviceWaits {
     if (interruption.cause == Cause::kOwnFailure) return true;
     auto kind = DeviceFailureKind::kPeer;
     if (interruption.cause == Cause::kStop) kind = DeviceFailureKind::kStopped;
-    if (interruption.cause == Cause::kTimeout) {
-      kind = owner == rank() ? DeviceFailureKind::kNotReady : DeviceFailureKind::kMissing;
-    }
+    if (interruption.cause == Cause::kTimeout) kind = DeviceFailureKind::kMissing;
     DeviceFailure failure{
         kind, interruption.rank, interruption.status, launch_.descriptor.call, {}};
     if (kind == DeviceFailureKind::kPeer &&
@@ -213,7 +205,6 @@ class DeviceWaits {
   // the reverse, so that this rank would wait in vain; `failure` is then that mismatch. Calls of
   // one kind are compared when they arrive.
   PK_HOST_DEVICE bool calls_otherwise(int peer, bool signalled, DeviceFailure& failure) const {
-    if (peer == rank()) return false;
     Call theirs{};
     if (pushing_) {
       // If the signal was of a later call, the poll after it has found what was pushed in this one.

@@ -135,7 +135,6 @@ struct DeviceLayout {
 // Why a rank's kernel has given up a collective.
 enum class DeviceFailureKind : uint32_t {
   kMissing,   // `rank` did not arrive in time.
-  kNotReady,  // This rank's own data were not ready in time; see Gates.
   kPeer,      // `rank` has failed, with `status`.
   kStopped,   // The host has stopped the kernel because of `rank`, which has `status`.
   kMismatch,  // `rank` called a different collective.
@@ -182,14 +181,6 @@ struct DeviceRanks {
   }
 };
 
-// Counters by which the kernel that writes a tensor tells how far it has come. Elements
-// [i * block_elements, (i + 1) * block_elements) are complete once ready[i] >= target.
-struct Gates {
-  const int32_t* ready;  // Null: the whole tensor is complete.
-  int32_t target;
-  size_t block_elements;
-};
-
 // The argument of every collective kernel.
 struct DeviceLaunch {
   DeviceRanks ranks;
@@ -199,7 +190,6 @@ struct DeviceLaunch {
   size_t count;       // Elements (or bytes) divided among the blocks; see each collective.
   size_t chunk;       // Elements (or bytes) that a block processes at a time.
   int32_t blocks;
-  Gates gates;
   bool pushed = false;  // A one-shot all-reduce: whether it pushes words.
 };
 

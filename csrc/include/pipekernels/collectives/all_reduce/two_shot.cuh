@@ -17,7 +17,7 @@ class TwoShotBlock : public AllReduceBlock<order, Type, Team> {
   // Every rank reduces its part of each chunk, and copies the parts that its peers have reduced: in
   // step k the parts of chunk k are staged, those of chunk k - 1 reduced, and those of chunk k - 2
   // copied. If all tensors are symmetric, the ranks read and write each other's in place, and
-  // synchronise before a chunk only if the tensors are still being written (see Gates).
+  // synchronise before the first chunk and after the last only.
   //
   // Each of these is written once, since compilers inline it wherever it stands: else its objects
   // would be placed in local memory. Hence also the forced inlining, which they do not choose for a
@@ -26,12 +26,10 @@ class TwoShotBlock : public AllReduceBlock<order, Type, Team> {
     bool in_place = false;
     PK_ROLLED
     for (size_t k = 0; k < rounds_ + 2; ++k) {
-      const bool meets =
-          k == 0 || k == rounds_ ||
-          (k < rounds_ && (!in_place || collective_.launch().gates.ready != nullptr));
+      const bool meets = k == 0 || k == rounds_ || (k < rounds_ && !in_place);
       if (k > 0 && k <= rounds_) reduce_part(k - 1, in_place);
       if (meets) {
-        if (!copy_in(k)) return false;
+        copy_in(k);
         collective_.signal();
       }
       if (k > 1 && !in_place) gather(k - 2);
@@ -43,12 +41,10 @@ class TwoShotBlock : public AllReduceBlock<order, Type, Team> {
   }
 
  private:
-  // Waits until chunk k is complete, and stages the parts of it that peers reduce.
-  PK_HOST_DEVICE PK_FORCE_INLINE bool copy_in(size_t k) {
-    if (k >= rounds_) return true;
+  // Stages the parts of chunk k that peers reduce.
+  PK_HOST_DEVICE PK_FORCE_INLINE void copy_in(size_t k) {
+    if (k >= rounds_ || collective_.direct()) return;
     const ChunkRange chunk = chunks_(k);
-    if (!collective_.wait_ready(chunk.begin, chunk.count)) return false;
-    if (collective_.direct()) return true;
     const ChunkRange own = part_of(chunk, me_, terms_, kSize);
     std::byte* staged = collective_.input(me_, k);
     PK_ROLLED
@@ -57,7 +53,6 @@ class TwoShotBlock : public AllReduceBlock<order, Type, Team> {
       const size_t to = side == 0 ? own.begin - chunk.begin : chunk.count;
       copy_block(team_, staged + from * kSize, at(chunk.begin + from), (to - from) * kSize);
     }
-    return true;
   }
 
   PK_HOST_DEVICE PK_FORCE_INLINE void reduce_part(size_t k, bool in_place) {
