@@ -88,8 +88,6 @@ class CudaBackend(NativeBackend):
         super().__init__(own)
         self.check = own.check
         self.synchronize = own.synchronize
-        message = "collectives on %s take at most %d thread blocks, and their algorithms by size"
-        _log.info(message, self.device, blocks)
         # Without this, the destructor of a backend that was not closed would wait and hold the GIL,
         # which the threads of other ranks may need to finish what it waits for.
         closing = weakref.finalize(self, own.close, False)

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "comm.shared_memory": {"comm.backend"},
     "comm.cuda": {"comm.shared_memory", "_log"},
     "comm.hosts": {"comm.cuda", "comm.errors", "comm.messages"},
-    "comm.join": {"binding", "comm.hosts", "comm.all_reduce_limits", "comm.messages"},
+    "comm.join": {"comm.hosts", "comm.all_reduce_limits", "comm.messages"},
     "comm.communicator": {"comm.collectives", "comm.join"},
     "comm.functional": {"comm.communicator", "local_ops"},
     "comm.barrier": {"comm.communicator"},

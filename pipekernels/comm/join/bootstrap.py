@@ -8,7 +8,6 @@ the processes end. All other information is exchanged over the rendezvous.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import secrets
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 
 from pipekernels import _backend
-from pipekernels.binding.warning import check_places_once
 from pipekernels.comm import all_reduce_limits
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.host_map import HostMap
@@ -30,8 +28,6 @@ from pipekernels.comm.hosts.link import Link
 from pipekernels.comm.join.deadline import Deadline
 from pipekernels.comm.join.process import host_identity, start_time
 from pipekernels.comm.join.rendezvous import Rendezvous, late, of_color
-
-_log = logging.getLogger(__name__)
 
 _RETRY = 0.002  # Seconds between attempts to connect to a socket whose queue is full.
 _LOOK = 0.2  # Seconds between looks whether processes still run.
@@ -127,11 +123,6 @@ def join_processes(
             segment = None  # Else the traceback would keep it alive.
         raise_join_failure(problems)
         undo.pop_all()
-    hosts = len(host_map.hosts)
-    where = "in shared memory of one host" if hosts == 1 else f"on {hosts} hosts, over Gloo"
-    _log.info("rank %d of %d has joined its peers %s", rank, len(ranks), where)
-    if host_map.position == 0 and len(host_map.members) > 1:
-        check_places_once([processes[member].pid for member in host_map.members])
     return JoinedRank(host_map, segment, pidfds, link)
 
 
