@@ -148,7 +148,7 @@ active_ddp = nn.parallel.DistributedDataParallel._get_active_ddp_module
 """The ``DistributedDataParallel`` whose forward runs, if any: for layers that not all of its ranks
 hold in the same way. torch.compile asks it as well."""
 
-# ---- forward mode, torch.func ----
+# ---- forward mode ----
 
 
 def in_forward_mode() -> bool:
@@ -159,33 +159,6 @@ def in_forward_mode() -> bool:
 
 tangents_are_enabled = torch._C._is_fwd_grad_enabled
 """Whether operations compute tangents; off inside a jvp."""
-
-transforms_are_active = torch._C._are_functorch_transforms_active
-"""Whether this thread is inside a transform of ``torch.func``. Operations without rules for
-transforms must raise: torch would silently compute a wrong result."""
-
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is a wrapper of a ``torch.func`` transform around another tensor."""
-
-tracks_gradient = torch._C._functorch.is_gradtrackingtensor
-"""Whether the transform of a wrapper differentiates."""
-
-unwrapped = torch._C._functorch.get_unwrapped
-"""The tensor inside a wrapper."""
-
-
-def is_functionalizing() -> bool:
-    """Whether the innermost active transform is functionalization, which handles operations; the
-    other transforms handle autograd functions."""
-    functorch = torch._C._functorch
-    return functorch.peek_interpreter_stack().key() == functorch.TransformType.Functionalize
-
-
-def is_batched(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is batched by vmap, or by the legacy vmap that ``torch.autograd`` uses for
-    ``is_grads_batched=True``."""
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 # ---- modes, the profiler, the compiler ----

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels._torch_private import (
-    below_autograd,
-    in_forward_mode,
-    is_functionalizing,
-    transforms_are_active,
-)
+from pipekernels._torch_private import below_autograd
 from pipekernels.local_ops.dispatch import has_derivatives, is_observed
 
 # The second argument of the operations: sizes of the micro-batches to split into, or how many
@@ -63,24 +58,25 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        split: bool, layout: Layout, dim: int, dtype: torch.dtype | None, *tensors: Tensor
+        ctx: Any,
+        split: bool,
+        layout: Any,
+        dim: int,
+        dtype: torch.dtype | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        return tuple((SPLIT if split else CONCAT)(list(tensors), layout, dim, dtype))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.split, ctx.layout, ctx.dim, dtype, *tensors = inputs
-        width = len(tensors) if ctx.split else ctx.layout
-        ctx.sizes = ctx.layout if ctx.split else [t.shape[ctx.dim] for t in tensors[::width]]
+        results = (SPLIT if split else CONCAT)(list(tensors), layout, dim, dtype)
+        ctx.split, ctx.layout, ctx.dim = split, layout, dim
+        width = len(tensors) if split else layout
+        ctx.sizes = layout if split else [t.shape[dim] for t in tensors[::width]]
         needs = ctx.needs_input_grad[4:]
         ctx.wanted = wanted = [any(needs[t::width]) for t in range(width)]
         # One micro-batch tells the dtypes of all. If they differ, autograd casts the gradients.
         pairs = zip(tensors, wanted, strict=False)
         dtypes = {tensor.dtype for tensor, w in pairs if w and tensor.is_floating_point()}
-        ctx.dtype, ctx.dtype_back = dtype, dtypes.pop() if dtype and len(dtypes) == 1 else None
-        if not in_forward_mode():  # There torch itself decides which results have tangents.
-            unwanted = (result for i, result in enumerate(output) if not wanted[i % width])
-            ctx.mark_non_differentiable(*unwanted)
+        ctx.dtype_back = dtypes.pop() if dtype and len(dtypes) == 1 else None
+        ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if not wanted[i % width]))
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -88,24 +84,6 @@ class _Function(torch.autograd.Function):
         given = [grad for i, grad in enumerate(grads) if wanted[i % len(wanted)]]
         inverse = _results(not ctx.split, given, wanted, ctx.sizes, ctx.dim, ctx.dtype_back)
         return None, None, None, None, *inverse
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [tangent for tangent in tangents[4:] if tangent is not None]
-        present = [tangent is not None for tangent in tangents[4 : 4 + len(ctx.wanted)]]
-        return _results(ctx.split, given, present, ctx.sizes, ctx.dim, ctx.dtype)
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...],
-        split: bool, layout: Layout, dim: int, dtype: torch.dtype | None, *tensors: Tensor,
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # fmt: skip
-        batched = [
-            tensor.expand(info.batch_size, *tensor.shape) if at is None else tensor.movedim(at, 0)
-            for tensor, at in zip(tensors, in_dims[4:], strict=True)
-        ]
-        results = _Function.forward(split, layout, dim + 1, dtype, *batched)
-        return results, (0,) * len(results)
 
 
 def _results(
@@ -145,12 +123,8 @@ class _Operation:
     def __call__(
         self, tensors: list[Tensor], layout: Layout, dim: int, dtype: torch.dtype | None
     ) -> list[Tensor]:
-        if not is_observed():
-            if _backend.load().are_plain(tensors):
-                return self.directly(tensors, layout, dim, dtype)
-            # The transforms of torch.func need an autograd function instead of the operation.
-            if transforms_are_active() and not is_functionalizing():
-                return list(_Function.apply(self._split, layout, dim, dtype, *tensors))
+        if not is_observed() and _backend.load().are_plain(tensors):
+            return self.directly(tensors, layout, dim, dtype)
         return self._op(tensors, layout, dim, dtype)
 
     def directly(

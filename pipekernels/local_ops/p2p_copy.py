@@ -11,7 +11,7 @@ from torch import Tensor
 from pipekernels._torch_private import below_autograd
 from pipekernels.device import streams
 from pipekernels.device.edge import edge
-from pipekernels.local_ops.transforms import deny_tangents
+from pipekernels.local_ops.dispatch import has_derivatives
 
 
 @overload
@@ -61,7 +61,6 @@ def p2p_copy(
                 f"a tensor is on the meta device and so has no values to copy to {target}; make "
                 f"one there with torch.empty_like(tensor, device={str(target)!r})"
             )
-    deny_tangents("p2p_copy", moving)
     copies = iter(_op(moving, target, False) if moving else ())
     result = [next(copies) if tensor.device != target else tensor for tensor in group]
     return result[0] if single else result
@@ -119,7 +118,7 @@ class _P2PCopy(torch.autograd.Function):
 
 
 def _with_autograd(tensors: list[Tensor], device: torch.device, backward: bool) -> list[Tensor]:
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if has_derivatives(tensors):
         return list(_P2PCopy.apply(device, backward, *tensors))
     with below_autograd():
         return _op(tensors, device, backward)

@@ -1,10 +1,9 @@
 """The public operations.
 
 All are registered with ``torch.library``, work under ``torch.compile`` and are differentiable in
-reverse mode. Splitting and concatenating micro-batches also have forward-mode derivatives and work
-under ``torch.func``; the others raise a RuntimeError there. Collectives assume that the loss is the
-sum of the losses of all ranks; :mod:`pipekernels.ops.tensor_parallel` has the steps for ranks that
-compute the same loss.
+reverse mode; forward-mode differentiation, and differentiation by ``torch.func``, are errors.
+Collectives assume that the loss is the sum of the losses of all ranks;
+:mod:`pipekernels.ops.tensor_parallel` has the steps for ranks that compute the same loss.
 """
 
 from pipekernels.comm.functional import all_gather, all_reduce, broadcast, reduce_scatter

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pipekernels._arguments import integer, whole
-from pipekernels._torch_private import disable_dynamo, transforms_are_active
+from pipekernels._torch_private import disable_dynamo
 from pipekernels.balance.cuts import solve
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.transforms import deny_tangents
@@ -253,11 +253,6 @@ class Pipe(nn.Module):
         return self._engine.train(batch, losses, checkpoint, Schedule(schedule, lanes))
 
     def _batch(self, value: Any) -> Batch:
-        if transforms_are_active():
-            raise RuntimeError(
-                "a Pipe does not run inside the transforms of torch.func, such as vmap or grad; "
-                "transform the bare module, pipe.to_sequential()"
-            )
         if self._engine.stages.modules != list(self.partitions):
             raise RuntimeError(
                 "an entry of the pipe's partitions has been replaced, and the pipe would run the "

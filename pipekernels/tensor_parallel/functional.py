@@ -36,14 +36,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pipekernels import _backend
-from pipekernels._torch_private import needs_dispatcher, transforms_are_active
+from pipekernels._torch_private import needs_dispatcher
 from pipekernels.comm import Communicator
 from pipekernels.comm.functional import all_gather, all_reduce
 from pipekernels.comm.tensors import check_rows
 from pipekernels.local_ops.dispatch import can_skip_dispatcher
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.local_ops.sharded_gemm import ALGORITHMS, as_matrix, sharded_gemm
-from pipekernels.local_ops.transforms import check_differentiated_once, deny_tangents
+from pipekernels.local_ops.transforms import check_differentiated_once
 from pipekernels.tensor_parallel.products import linear_all_reduce
 
 _LAYERS = "a layer that is sharded over ranks"  # For errors.
@@ -70,7 +70,6 @@ def copy_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
     """
     if can_skip_dispatcher([x]):
         return x.view_as(x)
-    _check_transforms([x])
     result: Tensor = _CopyToRanks.apply(x, comm)
     return result
 
@@ -82,7 +81,6 @@ def copy_to_holders(x: Tensor, comm: Communicator, copies: int) -> Tensor:
     """
     if can_skip_dispatcher([x]):
         return x.view_as(x)
-    _check_transforms([x])
     result: Tensor = _CopyToHolders.apply(x, comm, copies)
     return result
 
@@ -94,7 +92,6 @@ def reduce_from_ranks(
 
     Args and errors: as for :func:`pipekernels.ops.all_reduce`. Backward: identity.
     """
-    _check_transforms([x])
     result: Tensor = _ReduceFromRanks.apply(x, comm, algorithm, order)
     return result
 
@@ -111,7 +108,6 @@ def scatter_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
 
     Backward: the all-gather of the slices' gradients.
     """
-    _check_transforms([x])
     result: Tensor = _ScatterToRanks.apply(x, comm)
     return result
 
@@ -129,7 +125,6 @@ def gather_from_ranks(x: Tensor, comm: Communicator, size: int) -> Tensor:
 
     Backward: this rank's slice of the gradient.
     """
-    _check_transforms([x])
     result: Tensor = _GatherFromRanks.apply(x, comm, size)
     return result
 
@@ -172,8 +167,6 @@ def row_linear(
     has_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not (registered or has_gradients):
         return linear_all_reduce(x, weight, comm, scatter, algorithm)
-    if registered or transforms_are_active():
-        _check_transforms([x, weight])
     result: Tensor = _RowLinear.apply(x, weight, comm, scatter, algorithm, registered)
     return result
 
@@ -184,16 +177,6 @@ def _check_algorithm(algorithm: str, x: Tensor) -> None:
         raise ValueError(f"algorithm must be one of {names}, got {algorithm!r}")
     if algorithm == "triton" and not x.is_cuda:
         raise ValueError(f"algorithm={algorithm!r} needs CUDA tensors, got {x.device}; use 'auto'")
-
-
-def _check_transforms(tensors: list[Tensor]) -> None:
-    """Raise a RuntimeError for transforms that the autograd functions below do not support."""
-    if not torch.compiler.is_compiling() and transforms_are_active():
-        raise RuntimeError(
-            f"{_LAYERS} does not run inside the transforms of torch.func, such as vmap or grad; "
-            "use backward() or torch.autograd.grad()"
-        )
-    deny_tangents(_LAYERS, tensors)
 
 
 class _CopyToRanks(torch.autograd.Function):

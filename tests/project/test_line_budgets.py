@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 1_280,
+    "pipekernels": 1_250,
     "pipekernels/balance": 520,
     "pipekernels/binding": 320,
     "pipekernels/comm": 1_940,
@@ -22,24 +22,24 @@ BUDGETS = {
     "pipekernels/device": 700,
     "pipekernels/huggingface": 1_890,
     "pipekernels/kernels": 1_320,
-    "pipekernels/local_ops": 1_770,
+    "pipekernels/local_ops": 1_710,
     "pipekernels/ops": 50,
-    "pipekernels/pipeline": 620,
+    "pipekernels/pipeline": 610,
     "pipekernels/pipeline/engine": 2_020,
     "pipekernels/pipeline/placement": 520,
     "pipekernels/pipeline/schedule": 710,
     "pipekernels/pipeline/spmd": 890,
     "pipekernels/pipeline/stage": 1_960,
     "pipekernels/pipeline/values": 660,
-    "pipekernels/tensor_parallel": 2_680,
+    "pipekernels/tensor_parallel": 2_660,
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 29_270,
+    "tests": 29_240,
     "bench": 6_280,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 23_950, "core": 19_910}
+TOTALS = {"pipekernels": 23_830, "core": 19_830}
 
 
 def lines(files: Iterable[Path]) -> int:

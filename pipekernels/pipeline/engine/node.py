@@ -11,7 +11,7 @@ import torch
 
 from pipekernels._torch_private import keeps_graph, when_backward_ends
 from pipekernels.device.restoring import restore_despite_interrupt, restoring
-from pipekernels.local_ops.transforms import check_differentiated_once, deny_batched
+from pipekernels.local_ops.transforms import check_differentiated_once
 from pipekernels.pipeline.engine.backward import Backward
 from pipekernels.pipeline.engine.forward import forward
 from pipekernels.pipeline.engine.mini_batch import MiniBatch
@@ -44,7 +44,6 @@ class PipeNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         check_differentiated_once("a pipe")
-        deny_batched("a pipe", grads)
         return (None, None, None, None, *_backward(ctx, grads, keeps_graph()))
 
 

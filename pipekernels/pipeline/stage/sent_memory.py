@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipekernels._torch_private import transforms_are_active
-
 
 class SentMemory:
     """The memory that modules have returned in one forward. Writes that no version counter sees, as
@@ -30,7 +28,7 @@ class SentMemory:
         Raises:
             RuntimeError: one of ``tensors`` is one of an earlier micro-batch, overwritten since.
         """
-        if torch.compiler.is_compiling() or transforms_are_active():  # Tensors have no memory.
+        if torch.compiler.is_compiling():  # Tensors have no memory.
             return
         for tensor in tensors:
             if type(tensor) is not Tensor or tensor.layout is not torch.strided:

@@ -296,11 +296,6 @@ def test_without_gradients(context: Callable[[], Any]) -> None:
     assert output.is_inference() == (context is torch.inference_mode)
 
 
-def test_transforms_of_torch_func() -> None:
-    model, x = chunked(nn.Linear(3, 3), 2), torch.rand(4, 6, 3)
-    torch.testing.assert_close(torch.func.vmap(model)(x), model(x.flatten(0, 1)).view_as(x))
-
-
 @pytest.mark.compile
 @pytest.mark.skipif(
     torch.__version__ < (2, 7),
