@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -209,29 +209,6 @@ def function_modes() -> list[Any]:
     is one of them."""
     count = torch._C._len_torch_function_stack()
     return [torch._C._get_function_stack_at(i) for i in range(count)] if count else []
-
-
-def set_function_modes(modes: Iterable[Any]) -> None:
-    """Replace the active function modes by ``modes``: Ctrl-C may have interrupted a mode's exit."""
-    while torch._C._len_torch_function_stack() > 0:
-        torch._C._pop_torch_function_stack()
-    for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
-
-
-# Whether function modes are enabled; torch 2.6 may not have these.
-function_modes_state = getattr(torch._C, "_get_torch_function_state", lambda: None)
-set_function_modes_state = getattr(torch._C, "_set_torch_function_state", lambda state: None)
-
-
-def device_setting() -> torch.device | None:
-    """The default device that torch stores besides its mode; restore it together with the mode."""
-    return torch.utils._device.CURRENT_DEVICE
-
-
-def set_device_setting(device: torch.device | None) -> None:
-    """Restore :func:`device_setting`."""
-    torch.utils._device.CURRENT_DEVICE = device
 
 
 # ---- containers ----

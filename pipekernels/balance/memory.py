@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipekernels._torch_private import TorchDispatchMode
 from pipekernels.balance.profile import LayerRun, Outputs, cloned, detached, measure_layers
-from pipekernels.device.restoring import restore_despite_interrupt
 from pipekernels.pipeline.values.structure import tensors_in
 
 
@@ -30,7 +29,6 @@ class Bytes(NamedTuple):
     constant: int
 
 
-@restore_despite_interrupt
 def measure_bytes(module: nn.Sequential, sample: Any, device: torch.device) -> list[Bytes]:
     """The memory of every layer on the micro-batch ``sample``. A layer keeps the storages that its
     graph alone keeps alive."""

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from pipekernels._torch_private import tree_map_only
-from pipekernels.device.restoring import restore_despite_interrupt
 from pipekernels.pipeline.stage.partition import has_collectives, layers
 from pipekernels.pipeline.stage.random_state import preserved
 from pipekernels.pipeline.stage.skip import Key, carried
@@ -33,7 +32,6 @@ PASSES = 3
 T = TypeVar("T")
 
 
-@restore_despite_interrupt
 def measure_seconds(
     module: nn.Sequential, sample: Any, device: torch.device, *, timeout: float
 ) -> list[float]:

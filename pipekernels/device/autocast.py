@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
-from pipekernels.device.restoring import AUTOCAST, restoring
+_SETTINGS: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]] = (
+    (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    (partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
+    (partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
+    (partial(torch.get_autocast_dtype, "cuda"), partial(torch.set_autocast_dtype, "cuda")),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+)
+"""How to read and how to write each setting of the calling thread."""
 
 
 def settings() -> list[Any]:
     """The thread's settings, for :func:`autocast_as`."""
-    return [read() for read, _ in AUTOCAST]
+    return [read() for read, _ in _SETTINGS]
 
 
 def autocast_as(wanted: Sequence[Any]) -> AbstractContextManager[None]:
@@ -23,27 +31,20 @@ def autocast_as(wanted: Sequence[Any]) -> AbstractContextManager[None]:
 
 
 def _set(values: Sequence[Any]) -> None:
-    for (_, write), value in zip(AUTOCAST, values, strict=True):
+    for (_, write), value in zip(_SETTINGS, values, strict=True):
         write(value)
 
 
 @contextmanager
 def _changed(before: Sequence[Any], wanted: Sequence[Any]) -> Iterator[None]:
-    inside = False  # True only if the next line is reached: Ctrl-C comes after a call, not before.
-
-    def leave() -> None:
-        nonlocal inside
-        _set(before)
-        if inside:
-            inside = False
-            if torch.autocast_decrement_nesting() == 0:  # The outermost: drop casts of weights.
-                torch.clear_autocast_cache()
-
-    with restoring(leave):
-        inside = True
-        torch.autocast_increment_nesting()
+    torch.autocast_increment_nesting()
+    try:
         _set(wanted)
         yield
+    finally:
+        _set(before)
+        if torch.autocast_decrement_nesting() == 0:  # The outermost: drop casts of weights.
+            torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -39,7 +39,6 @@ from pipekernels import _backend
 from pipekernels._torch_private import storage_references
 from pipekernels.device import p2p, streams
 from pipekernels.device.p2p import Ticket
-from pipekernels.device.restoring import LOCKS
 from pipekernels.device.streams import HOST
 
 SLOT_BYTES = 4 << 20
@@ -119,7 +118,6 @@ class Edge:
         self._issuing = False
         # Reentrant: an allocation may run the garbage collector, which may call settle().
         self._lock = threading.RLock()
-        LOCKS.append(self._lock)
 
     def send(
         self, tensors: Sequence[Tensor], *, snapshot: bool = False
@@ -153,7 +151,7 @@ class Edge:
                 copies = streams.empty_like(sources, self.target, self._arriving)
             done = p2p.new_ticket()
             arrival = Arrival(self.target, done)
-            # All memory is listed before a copy is issued, in case Ctrl-C comes right afterwards.
+            # All memory is listed before a copy is issued, in case send() raises afterwards.
             # Until then the ticket is empty, and whoever asked it would drop the memory.
             self._issuing = True
             try:
@@ -195,7 +193,7 @@ class Edge:
                 first.done.synchronize()
             elif not first.done.wait(self._from, first.origin):
                 return
-            del self._sources[:1]  # After the wait, in case Ctrl-C has interrupted that.
+            del self._sources[:1]
 
     def _reclaim_buffers(self) -> None:
         while self._unused:
@@ -225,7 +223,6 @@ def pinned_like(tensor: Tensor) -> Tensor:
 # Edges belong to the process, as streams do: the next pipe on an edge frees what the last one left.
 _edges: dict[tuple[torch.device, torch.device, bool], Edge] = {}
 _edges_lock = threading.RLock()
-LOCKS.append(_edges_lock)
 
 
 def edge(source: torch.device, target: torch.device, *, backward: bool = False) -> Edge:

@@ -12,34 +12,34 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 1_250,
+    "pipekernels": 1_230,
     "pipekernels/balance": 520,
     "pipekernels/binding": 320,
     "pipekernels/comm": 1_940,
     "pipekernels/comm/hosts": 570,
     "pipekernels/comm/join": 570,
     "pipekernels/comm/process_group": 580,
-    "pipekernels/device": 700,
+    "pipekernels/device": 600,
     "pipekernels/huggingface": 1_890,
     "pipekernels/kernels": 1_320,
     "pipekernels/local_ops": 1_710,
     "pipekernels/ops": 50,
     "pipekernels/pipeline": 610,
-    "pipekernels/pipeline/engine": 2_020,
+    "pipekernels/pipeline/engine": 1_940,
     "pipekernels/pipeline/placement": 520,
     "pipekernels/pipeline/schedule": 710,
-    "pipekernels/pipeline/spmd": 890,
-    "pipekernels/pipeline/stage": 1_960,
+    "pipekernels/pipeline/spmd": 880,
+    "pipekernels/pipeline/stage": 1_920,
     "pipekernels/pipeline/values": 660,
     "pipekernels/tensor_parallel": 2_660,
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 29_240,
+    "tests": 28_870,
     "bench": 6_280,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 23_830, "core": 19_830}
+TOTALS = {"pipekernels": 23_580, "core": 19_600}
 
 
 def lines(files: Iterable[Path]) -> int:

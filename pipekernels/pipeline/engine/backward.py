@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 
 from pipekernels.device.profiling import in_profile
-from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.engine.mini_batch import MiniBatch
 from pipekernels.pipeline.engine.outputs import Outputs, Sink
 from pipekernels.pipeline.engine.transport import Receiver
@@ -83,19 +82,17 @@ class Backward:
         batch, results = self._mini_batch, list[Grads]()
         batch.stages.deny_foreign_backwards(batch.parameters)
         self._input_grads = [()] * len(batch.inputs)
-        with restoring(partial(self._take_parameter_grads, results)):
+        try:
             yield results
             if batch.transport.arrivals:
                 for m in range(len(batch.inputs)):
                     batch.transport.receive(Receiver(-1, m, backward=True))
             results.append(batch.inputs.joined(self._input_grads))
-
-    def _take_parameter_grads(self, results: list[Grads]) -> None:
-        parameters = self._mini_batch.parameters
-        self._second_parts.clear()
-        self._mini_batch.skips.forget_grads()
-        self._input_grads = []
-        results.append(tuple(accumulated(unique(parameters), parameters)))
+        finally:
+            self._second_parts.clear()
+            batch.skips.forget_grads()
+            self._input_grads = []
+            results.append(tuple(accumulated(unique(batch.parameters), batch.parameters)))
 
     def run(self, sink: Sink, keep_graph: bool, action: Action, grads: Grads | None) -> Grads:
         """Run a stage's backward, whole or a part, on the gradients of its outputs, None if

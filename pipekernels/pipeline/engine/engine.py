@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 
 from pipekernels._log import info_once
 from pipekernels._torch_private import in_backward, is_profiler_enabled
-from pipekernels.device.restoring import restore_despite_interrupt, restoring
 from pipekernels.pipeline.engine.auto import Signature
 from pipekernels.pipeline.engine.forward import forward
 from pipekernels.pipeline.engine.losses import Losses
@@ -37,11 +35,6 @@ _log = logging.getLogger(__name__)
 # Engines whose layers are running: on this thread, or on the caller's if this thread is a lane
 # (lanes run in a copy of their caller's context).
 _running: ContextVar[tuple[Engine, ...]] = ContextVar("pipekernels_running", default=())
-
-_entry = partial(
-    restore_despite_interrupt,
-    locks=lambda engine, *_, **__: (engine._turns, engine._lock),
-)
 
 
 class Engine:
@@ -83,14 +76,13 @@ class Engine:
         # Aliases of mini-batches that have ended, for reuse on CUDA.
         self._spare: list[list[StageParameters]] = []
 
-    @_entry
     def run(self, batch: Batch, checkpoint: str) -> Any:
         """Run a mini-batch through all stages; returns the last one's value. ``checkpoint`` is one
         of ``checkpoint.MODES``."""
         # A training step may be waiting for a thread that runs a backward, so a forward on such a
         # thread must not wait for the step.
         turn = nullcontext() if in_backward() else self._turns
-        with self._as_running(), turn, self._lock, restoring():
+        with self._as_running(), turn, self._lock:
             mini_batch = self._start(GPIPE, batch, checkpoint, trains=False)
             outputs = Outputs(mini_batch.inputs.sizes, batch.dim)
             with self._committed():
@@ -103,7 +95,6 @@ class Engine:
                     tensors = forward(mini_batch, outputs, batch.tensors)
         return outputs.build(tensors)
 
-    @_entry
     def train(
         self,
         batch: Batch,
@@ -113,13 +104,7 @@ class Engine:
     ) -> Any:
         """Run a mini-batch forward and backward, and accumulate its gradients; returns
         ``Losses.total()``."""
-        with (
-            self._as_running(),
-            self._turns,
-            self._lock,
-            restoring(self._unlocked.lock_again),
-            torch.enable_grad(),
-        ):
+        with self._as_running(), self._turns, self._lock, torch.enable_grad():
             mini_batch = self._start(schedule, batch, checkpoint, trains=True)
             losses = make_losses(mini_batch)
             waiting = self._unlocked if self.stages.with_streams else None
@@ -232,10 +217,4 @@ class _Unlocked:
         self._lock.release()
 
     def __exit__(self, *error: object) -> None:
-        self.lock_again()
-
-    def lock_again(self) -> None:
-        """Acquire the lock if it is not held: Ctrl-C may have struck on either side of its
-        release."""
-        if not self._lock._is_owned():  # type: ignore[attr-defined]
-            self._lock.acquire()
+        self._lock.acquire()

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from pipekernels.device.restoring import LOCKS, restoring
-
 Job = Callable[[], None]
 
 
@@ -38,8 +36,6 @@ class _Worker:
         self._jobs.put((job, ended, done))
 
     def _run(self) -> None:
-        # Not by the starting thread, which a KeyboardInterrupt may stop before it does so.
-        _workers.append(self)
         while True:
             job, ended, done = self._jobs.get()
             job()
@@ -51,7 +47,6 @@ class _Worker:
 
 _workers: list[_Worker] = []
 _workers_lock: Any = threading.RLock()
-LOCKS.append(_workers_lock)
 
 
 def _forget_workers() -> None:
@@ -70,7 +65,9 @@ def _borrow(loan: _Loan) -> _Worker:
             if worker.loan.over:
                 worker.loan = loan
                 return worker
-    return _Worker(loan)
+        worker = _Worker(loan)
+        _workers.append(worker)
+    return worker
 
 
 _DENORMAL = float.fromhex("0x1p-1074")
@@ -105,12 +102,8 @@ def run_together(
 
     def on_worker(job: Job) -> Job:
         variables = contextvars.copy_context()
-        begun: list[None] = []
 
         def run() -> None:
-            if begun:
-                return
-            begun.append(None)
             # Both settings are per thread, and need not be restored on a worker.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
@@ -124,27 +117,19 @@ def run_together(
     done: SimpleQueue[None] = SimpleQueue()
     ended: set[_Worker] = set()
     loan = _Loan()
-    work: list[tuple[_Worker, Job]] = []
-
-    def submit_all() -> None:
-        for worker, job in work:
-            worker.submit(job, ended, done)
-
-    def wait() -> None:
-        # Not a count of tokens: an exception may hit this thread after get() has taken one.
-        while len(ended) < len(work):
-            try:
-                done.get()
-            except BaseException as error:  # noqa: BLE001 - `interrupted` passes it on
-                interrupted(error)
-        loan.over = True
-
-    with restoring(wait):
+    submitted = 0
+    try:
+        for job in jobs[:-1]:
+            _borrow(loan).submit(on_worker(job), ended, done)
+            submitted += 1
+        with intra_op_threads(threads):
+            jobs[-1]()
+    except BaseException as error:  # noqa: BLE001 - `interrupted` passes it on
+        interrupted(error)
+    # Not a count of tokens: Ctrl-C may hit this thread after get() has taken one.
+    while len(ended) < submitted:
         try:
-            work.extend([(_borrow(loan), on_worker(job)) for job in jobs[:-1]])
-            submit_all()
-            with intra_op_threads(threads):
-                jobs[-1]()
+            done.get()
         except BaseException as error:  # noqa: BLE001
             interrupted(error)
-            submit_all()  # Some may not have been submitted; a job runs only once.
+    loan.over = True

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from pipekernels._torch_private import keeps_graph, when_backward_ends
-from pipekernels.device.restoring import restore_despite_interrupt, restoring
 from pipekernels.local_ops.transforms import check_differentiated_once
 from pipekernels.pipeline.engine.backward import Backward
 from pipekernels.pipeline.engine.forward import forward
 from pipekernels.pipeline.engine.mini_batch import MiniBatch
 from pipekernels.pipeline.engine.outputs import Outputs
-from pipekernels.pipeline.stage.task import Grads
 
 
 class PipeNode(torch.autograd.Function):
@@ -44,22 +42,14 @@ class PipeNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         check_differentiated_once("a pipe")
-        return (None, None, None, None, *_backward(ctx, grads, keeps_graph()))
-
-
-def _locks(ctx: Any, *_: object) -> tuple[Any, ...]:
-    return (ctx.lock,)
-
-
-@partial(restore_despite_interrupt, locks=_locks)
-def _backward(ctx: Any, grads: tuple[torch.Tensor | None, ...], keep_graph: bool) -> Grads:
-    with ctx.lock, restoring():
-        inputs, parameters = ctx.backward.run_all(ctx.outputs, grads, keep_graph)
-        # Autograd may run what a loss has besides the pipe's output after this node.
-        when_backward_ends(partial(_check, ctx.lock, ctx.mini_batch))
-        if not keep_graph:
-            ctx.recycle(ctx.mini_batch)
-    return (*inputs, *parameters)
+        keep_graph = keeps_graph()
+        with ctx.lock:
+            inputs, parameters = ctx.backward.run_all(ctx.outputs, grads, keep_graph)
+            # Autograd may run what a loss has besides the pipe's output after this node.
+            when_backward_ends(partial(_check, ctx.lock, ctx.mini_batch))
+            if not keep_graph:
+                ctx.recycle(ctx.mini_batch)
+        return (None, None, None, None, *inputs, *parameters)
 
 
 def _check(lock: threading.RLock, mini_batch: MiniBatch) -> None:

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
-from pipekernels.device.restoring import restore_despite_interrupt
 from pipekernels.pipeline.engine import lanes
 from pipekernels.pipeline.engine.auto import FIRST, Auto, Signature
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.schedule.program import Action, Program, Schedule, order_of_issue
-from pipekernels.pipeline.stage.context import CallerContext, entered, needs_this_thread
+from pipekernels.pipeline.stage.context import CallerContext, needs_this_thread
 from pipekernels.pipeline.stage.random_state import (
     BackwardWatch,
     DrawWatch,
@@ -109,7 +108,7 @@ class Runner(ABC):
 
     @contextmanager
     def _watched(self, watch: HookWatch) -> Iterator[None]:
-        with entered(watch):
+        with watch:
             yield
         if watch.saw_tensor_hooks:  # Not `|=`, which is not atomic: lanes run this concurrently.
             self.saw_tensor_hooks = True
@@ -142,7 +141,7 @@ class Audited(Runner):
         # A layer that recomputes its forward restores the state of the process-wide generator,
         # which other lanes also use.
         observed = self._observed
-        return entered(BackwardWatch(observed.note_hidden_randomness, observed.note_restores))
+        return BackwardWatch(observed.note_hidden_randomness, observed.note_restores)
 
 
 class Lanes(Runner):
@@ -151,7 +150,7 @@ class Lanes(Runner):
     raised here, with its traceback."""
 
     def in_backward(self) -> AbstractContextManager[Any]:
-        return entered(DrawWatch(self._observed.refuse_hidden_randomness))
+        return DrawWatch(self._observed.refuse_hidden_randomness)
 
     def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
         return self._watched(self._seeds.on_lane(micro_batch, stage))
@@ -162,14 +161,10 @@ class Lanes(Runner):
             return
         exchange, context = _Exchange(program, compute), CallerContext()
 
-        @restore_despite_interrupt
-        def run_actions(actions: Sequence[Action]) -> None:
-            with context.applied():
-                exchange.run(actions)
-
         def run_lane(actions: Sequence[Action]) -> None:
             try:
-                run_actions(actions)
+                with context.applied():
+                    exchange.run(actions)
             except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
                 exchange.fail(error)
 

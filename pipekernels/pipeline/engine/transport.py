@@ -10,8 +10,8 @@ runs.
 
 from __future__ import annotations
 
-import _thread
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from pipekernels.device import streams
 from pipekernels.device.edge import Arrival, Edge, edge, settle_all
 from pipekernels.device.profiling import in_profile
-from pipekernels.device.restoring import restoring
 from pipekernels.device.streams import Stream
 from pipekernels.pipeline.schedule.timeline import Clock, HostClock, StreamClock
 
@@ -45,7 +44,8 @@ class Transport:
         self.arrivals: dict[Receiver, list[Arrival]] = {}
         self._edges: set[Edge] = set()
         # If no backward is run, the graph keeps received buffers until it is freed: settle then.
-        self._at_end = at_end(settle_all) if devices else None
+        if devices:
+            weakref.finalize(self, settle_all).atexit = False
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         """Compute on ``device`` in the body."""
@@ -64,7 +64,11 @@ class Transport:
         for device, stream in self._streams.items():
             _follow(stream, streams.current(device))
 
-        def leave() -> None:
+        try:
+            # Reversed, so that the first stage's device becomes the current one.
+            streams.make_current(reversed(self._streams.values()))
+            yield
+        finally:
             self._settle()
             self.arrivals.clear()
             streams.make_current(callers)
@@ -73,11 +77,6 @@ class Transport:
                 # For gradients on another device than their node's, autograd waits for the default
                 # stream there (until torch 2.8; since then for the current one).
                 _follow(streams.default(device), stream)
-
-        with restoring(leave):
-            # Reversed, so that the first stage's device becomes the current one.
-            streams.make_current(reversed(self._streams.values()))
-            yield
 
     def send(
         self,
@@ -114,30 +113,6 @@ class Transport:
         for used in self._edges:
             used.settle()
         self._edges.clear()
-
-
-def at_end(work: Callable[[], object]) -> Iterator[None]:
-    """Return an object that calls ``work`` when it is destroyed. Ctrl-C during ``work`` is not
-    lost, as it would be in a ``__del__``, where Python only prints it: ``work`` is called again,
-    and the interrupt is then raised in the main thread.
-    """
-
-    # A generator, because closing it resumes inside its `try`: Ctrl-C can be raised before the
-    # first line of a function.
-    def _call_at_end() -> Iterator[None]:
-        try:
-            yield
-        finally:
-            try:
-                work()
-            except KeyboardInterrupt:
-                work()
-                # From another thread: interrupt_main() called here would raise in this very place.
-                _thread.start_new_thread(_thread.interrupt_main, ())
-
-    generator = _call_at_end()
-    next(generator)
-    return generator
 
 
 def _follow(later: Stream, earlier: Stream) -> None:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from pipekernels._arguments import check_kind, integer
 from pipekernels._torch_private import disable_dynamo
 from pipekernels.comm import messages
-from pipekernels.device.restoring import restore_despite_interrupt
 from pipekernels.local_ops.transforms import check_differentiated_once
 from pipekernels.pipeline.spmd.axis import Axis
 from pipekernels.pipeline.spmd.transport import Features, Passage
@@ -100,7 +99,6 @@ def execute_pipeline(
 
 
 @disable_dynamo
-@restore_despite_interrupt
 def _execute(
     module: nn.Module,
     x: Tensor | None,
@@ -247,7 +245,6 @@ class PipelineModule(nn.Module):
         return _execute(self.module, x, args, kwargs, count, self._axis)
 
 
-@restore_despite_interrupt
 def _made(module_fn: Callable[[], nn.Module], axis: Axis) -> nn.Module:
     """``module_fn()``, run with random numbers that depend on the stage."""
     random = MiniBatchSeeds([axis.device])

@@ -13,7 +13,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from pipekernels._arguments import check_kind, integer, whole
 from pipekernels._torch_private import BatchNormBase
-from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.stage.checkpoint import is_recomputing
 
 
@@ -119,18 +118,16 @@ def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
     If the body raises, discard instead."""
     layers = dict.fromkeys(layer for module in modules for layer in module.modules())
     norms = [layer for layer in layers if isinstance(layer, DeferredBatchNorm)]
-
-    def discard() -> None:
-        for norm in norms:
-            norm.in_pipe = False
-            norm.discard()
-
-    with restoring(discard):
+    try:
         for norm in norms:
             norm.in_pipe = True
         yield
         for norm in norms:
             norm.commit()
+    finally:
+        for norm in norms:
+            norm.in_pipe = False
+            norm.discard()
 
 
 def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
 
 import torch
 
-from pipekernels._torch_private import (
-    DeviceContext,
-    device_setting,
-    function_modes,
-    has_saved_tensors_hooks,
-    set_device_setting,
-    set_function_modes,
-)
+from pipekernels._torch_private import DeviceContext, function_modes, has_saved_tensors_hooks
 from pipekernels.device import autocast
 from pipekernels.local_ops.dispatch import is_observed
-
-T = TypeVar("T")
 
 
 class CallerContext:
@@ -44,10 +34,8 @@ class CallerContext:
     def _applied(self, inference: bool) -> Iterator[None]:
         device = self.default_device
         with (
-            # Leaving inference mode cannot be retried after a KeyboardInterrupt. Only threads of
-            # lanes get here, which are never interrupted.
             torch.inference_mode() if inference else nullcontext(),
-            nullcontext() if device is None else entered(device),
+            nullcontext() if device is None else device,
             autocast.autocast_as(self.autocast),
         ):
             yield
@@ -55,19 +43,6 @@ class CallerContext:
     def without_autocast(self) -> AbstractContextManager[None]:
         """Turn autocast off in the body, which runs on the thread that made this object."""
         return autocast.autocast_as([False, False, *self.autocast[2:]])
-
-
-@contextmanager
-def entered(mode: AbstractContextManager[T]) -> Iterator[T]:
-    """As ``with mode``, for a function mode or a default device, but restores all modes instead of
-    popping the last: torch pops a mode while it runs the mode's Python code, so after Ctrl-C there
-    the last one would be another."""
-    modes, device = function_modes(), device_setting()
-    try:
-        yield mode.__enter__()
-    finally:
-        set_function_modes(modes)
-        set_device_setting(device)
 
 
 def default_device() -> torch.device:

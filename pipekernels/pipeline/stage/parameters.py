@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from pipekernels._torch_private import are_parametrizations_cached
-from pipekernels.device.restoring import restoring
 
 Owner = dict[str, nn.Parameter | None]
 """The ``_parameters`` of a layer."""
@@ -107,16 +106,14 @@ def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
         )
     entries = [entry for parameters in stages for entry in parameters.entries]
     addresses = [alias.data_ptr() for *_, alias in entries]
-
-    def keep_memory() -> None:
-        """Give parameters the memory that their layers have assigned to them, here the aliases."""
+    try:
+        with replaced((owner, name, alias) for owner, name, _, alias in entries):
+            yield
+    finally:
+        # Give parameters the memory that layers have assigned to them, here to the aliases.
         for (_, _, parameter, alias), address in zip(entries, addresses, strict=True):
             if alias.data_ptr() != address:
                 parameter.data = alias.data
-
-    aliases = [(owner, name, alias) for owner, name, _, alias in entries]
-    with restoring(keep_memory), replaced(aliases):
-        yield
 
 
 @contextmanager
@@ -124,15 +121,13 @@ def replaced(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[Non
     """Set ``owner[name] = value`` in the body, for each (owner, name, value) of ``entries``."""
     entries = list(entries)
     before = [owner[name] for owner, name, _ in entries]
-
-    def put_back() -> None:
-        for (owner, name, _), value in zip(entries, before, strict=True):
-            owner[name] = value
-
-    with restoring(put_back):
+    try:
         for owner, name, value in entries:
             owner[name] = value
         yield
+    finally:
+        for (owner, name, _), value in zip(entries, before, strict=True):
+            owner[name] = value
 
 
 def freeze_as_in_forward(stages: Sequence[StageParameters]) -> AbstractContextManager[None]:

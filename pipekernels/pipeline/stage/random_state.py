@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,12 +25,10 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from pipekernels._torch_private import no_function_modes
-from pipekernels.device.restoring import LOCKS, restoring
 
 # Guards the process-wide generator against lanes of all pipes. Reentrant: LaneRandom of a pipe and
 # of one nested in it both handle a random function of the inner pipe.
 _generator_lock: Any = threading.RLock()
-LOCKS.append(_generator_lock)
 # A lane, a thread only of the parent, may have held it.
 os.register_at_fork(after_in_child=_generator_lock._at_fork_reinit)
 
@@ -48,15 +46,15 @@ def _generators(devices: list[torch.device]) -> list[torch.Generator]:
     return [torch.default_generator, *(torch.cuda.default_generators[i] for i in cuda)]
 
 
-def preserved(devices: list[torch.device]) -> AbstractContextManager[None]:
+@contextmanager
+def preserved(devices: list[torch.device]) -> Iterator[None]:
     """Restore the states of the generators of ``devices`` after the body."""
     saved = [(generator, generator.get_state()) for generator in _generators(devices)]
-
-    def put_back() -> None:
+    try:
+        yield
+    finally:
         for generator, state in saved:
             generator.set_state(state)
-
-    return restoring(put_back)
 
 
 _NAMES = {

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipekernels.device.restoring import restoring
 from pipekernels.pipeline.stage.parameters import (
     StageParameters,
     freeze_as_in_forward,
@@ -88,18 +87,16 @@ def buffers_of_forward(
     changed = [(e.buffer.data, e.value, e.buffer.clone()) for e in found if e.value is not None]
     entries = [*_without_grad(stages), *((e.owner, e.name, e.buffer) for e in found)]
     buffers = {(id(owner), name): (owner, name, b) for owner, name, b in entries if name in owner}
-
-    def put_back() -> None:
-        for data, _, now in changed:
-            data.copy_(now)
-
-    with restoring(put_back):
+    try:
         for data, value, _ in changed:
             data.copy_(value)
         distinct = {id(buffer): buffer for _, _, buffer in buffers.values()}  # Layers may share.
         copies = {key: buffer.clone() for key, buffer in distinct.items()}
         with replaced((owner, name, copies[id(b)]) for owner, name, b in buffers.values()):
             yield
+    finally:
+        for data, _, now in changed:
+            data.copy_(now)
 
 
 class ForwardState:
@@ -125,27 +122,25 @@ class ForwardState:
         in the body. RuntimeError if something else that a recomputation needs has changed."""
         self._check()
         modes = [(layer, layer.training) for layer, was in self._modes if layer.training != was]
-
-        def put_back() -> None:
-            for layer, mode in modes:
-                layer.training = mode
-            # Layers may write to their parameters, and another backward may follow.
-            self._versions = self._current_versions()
-
         buffers = (
             (owner, name, buffer)
             for owner, name, buffer in self._buffers
             if name in owner and owner[name] is not buffer
         )
-        with (
-            restoring(put_back),
-            replaced(buffers),
-            installed(self._parameters),
-            freeze_as_in_forward(self._parameters),
-        ):
+        try:
+            with (
+                replaced(buffers),
+                installed(self._parameters),
+                freeze_as_in_forward(self._parameters),
+            ):
+                for layer, mode in modes:
+                    layer.training = not mode
+                yield
+        finally:
             for layer, mode in modes:
-                layer.training = not mode
-            yield
+                layer.training = mode
+            # Layers may write to their parameters, and another backward may follow.
+            self._versions = self._current_versions()
 
     def _check(self) -> None:
         versions = self._current_versions()

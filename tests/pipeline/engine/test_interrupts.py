@@ -1,138 +1,101 @@
-"""Ctrl-C at any point of a pass: all state is restored."""
+"""Ctrl-C in a layer: the pipe stays usable, and what it changes is restored."""
 
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import threading
+from typing import Any
 
 import pytest
 import torch
-from support import interrupts
-from torch.overrides import _pop_mode_temporarily
+from support.function_layer import FunctionLayer
+from support.pipes import on_cpus
+from torch import nn
 
-from pipekernels.device.restoring import restore_despite_interrupt, restoring
-from pipekernels.pipeline.engine.transport import at_end
-from pipekernels.pipeline.stage.context import entered
-from pipekernels.pipeline.stage.random_state import HookWatch
+from pipekernels.batchnorm import DeferredBatchNorm
+from pipekernels.pipeline.engine import lanes
+from pipekernels.pipeline.stage.checkpoint import is_checkpointing, is_recomputing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OPERATIONS = 10
-SIGNALS = 500
+
+def in_backward(x: torch.Tensor, raises: Any) -> torch.Tensor:
+    y = x * 1
+    if y.requires_grad:
+        y.register_hook(lambda grad: raises() or grad)
+    return y
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "arguments", [*interrupts.cases(), *interrupts.cases_of_devices()], ids=str
-)
-def test_an_interrupt_after_any_operation(arguments: tuple[str, bool, str]) -> None:
-    interrupts.sweep(interrupts.Case(*arguments), OPERATIONS, seed=0)
+def is_free(lock: threading.RLock) -> bool:
+    """Whether another thread can acquire ``lock``."""
+    found = []
+
+    def acquire() -> None:
+        found.append(lock.acquire(blocking=False))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=acquire)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "functions"),
-    [
-        (("devices", False, "train_step"), {"__enter__", "__exit__", "lock_again"}),
-        (("inline", True, "backward"), {"keep_memory", "put_back", "accumulated", "_as_running"}),
-    ],
-)
-def test_an_interrupt_of_a_clean_up(arguments: tuple[str, bool, str], functions: set[str]) -> None:
-    """Parameters, buffers and locks are restored, and no gradient stays."""
-    case = interrupts.Case(*arguments)
-    found = {
-        places[-1]: code.co_name
-        for (code, _), places in interrupts.places_of(case).items()
-        if code.co_name in functions and "pipekernels" in code.co_filename
-    }
-    assert set(found.values()) == functions
-    for place in found:
-        interrupts.interrupt_at(case, place)
+def settings() -> list[Any]:
+    return [
+        torch.is_grad_enabled(), torch.get_num_threads(), torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_cache_enabled(), torch._C._len_torch_function_stack(),
+        is_checkpointing(), is_recomputing(),
+    ]  # fmt: skip
 
 
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize("seed", range(10))
-def test_signals_at_any_time(seed: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "support.interrupts", str(SIGNALS), str(seed)],
-        cwd=Path(__file__).parents[2], check=False, capture_output=True, text=True, timeout=110,
+@pytest.mark.parametrize("step", [False, True])
+@pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("way", ["inline", "threads", "split"])
+def test_an_interrupt_in_a_layer(way: str, stage: int, where: str, step: bool) -> None:
+    """Of any stage; the last one runs on the calling thread, others on threads of lanes."""
+    armed = False
+
+    def raises() -> None:
+        if armed:
+            raise KeyboardInterrupt
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        if where == "forward" or (where == "recomputation" and is_recomputing()):
+            raises()
+        return in_backward(x, raises) if where == "backward" else x
+
+    torch.manual_seed(0)
+    blocks = [[nn.Linear(4, 4), nn.Dropout(0.5), DeferredBatchNorm(4)] for _ in range(3)]
+    blocks[stage].insert(2, FunctionLayer(layer))
+    checkpoint = "always" if where == "recomputation" else "never"
+    pipe = on_cpus(
+        nn.Sequential(*(nn.Sequential(*block) for block in blocks)), [1, 1, 1],
+        chunks=3, checkpoint=checkpoint, execution=way,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    x = torch.linspace(-1, 1, 24).view(6, 4)
+    initial = {key: value.clone() for key, value in pipe.state_dict().items()}
 
+    def run() -> list[torch.Tensor]:
+        pipe.load_state_dict(initial)
+        pipe.zero_grad()
+        torch.manual_seed(1)
+        if step:
+            pipe.train_step(x, None, lambda y: y.square().sum())
+        else:
+            with torch.autocast("cpu", torch.bfloat16):
+                output = pipe(x)
+            output.float().square().sum().backward()
+        return [parameter.grad.clone() for parameter in pipe.parameters()]
 
-def test_contexts_in_a_function_that_restores() -> None:
-    """At all places in context managers of each kind; the traceback keeps generators suspended."""
-    open_: list[int] = []
-    changed: list[int] = []
-
-    @contextmanager
-    def late() -> Iterator[None]:
-        """Enters after it has begun to restore, as some context managers of torch do."""
-        try:
-            open_.append(1)
-            yield
-        finally:
-            open_.pop()
-
-    @restore_despite_interrupt
-    def contexts() -> None:
-        with late(), restoring(changed.clear):
-            changed.append(1)
-            with entered(HookWatch()), HookWatch(), torch.no_grad(), late():
-                torch.ones(1)
-            # Torch pops a mode temporarily while the mode calls a Python function.
-            with entered(HookWatch()), _pop_mode_temporarily():
-                pass
-
-    at, kept = 0, None
-    while at == 0 or kept is not None:
-        at, kept = at + 1, None
-        try:
-            with interrupts.Injector(at).active():
-                contexts()
-        except KeyboardInterrupt as error:
-            kept = error
-        assert not open_ and not changed and torch.is_grad_enabled()
-        assert torch._C._len_torch_function_stack() == 0
-        if kept is not None:
-            kept = KeyboardInterrupt()  # Drops the traceback.
-        assert not open_ and torch._C._len_torch_function_stack() == 0
-    assert at > 50
-
-
-def test_an_interrupted_restore_is_retried() -> None:
-    calls: list[int] = []
-
-    def put_back() -> None:
-        calls.append(1)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-
-    @restore_despite_interrupt
-    def fails() -> None:
-        with restoring(put_back):
-            raise ZeroDivisionError
-
+    expected, before = run(), settings()
+    parameters = [(m._parameters, name, p) for m in pipe.modules() for name, p in
+                  m._parameters.items()]  # fmt: skip
+    armed = True
     with pytest.raises(KeyboardInterrupt):
-        fails()
-    assert len(calls) == 2
-
-
-def test_an_interrupt_of_a_destructor_is_not_lost() -> None:
-    calls: list[int] = []
-
-    def work() -> None:
-        calls.append(1)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-
-    destructor = at_end(work)
-    assert not calls
-    deadline = time.monotonic() + 60
-    with pytest.raises(KeyboardInterrupt):
-        del destructor
-        while time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert len(calls) == 2
+        run()
+    armed = False
+    assert settings() == before
+    assert all(owner[name] is parameter for owner, name, parameter in parameters)
+    assert is_free(pipe._engine._lock) and is_free(pipe._engine._turns)
+    assert all(worker.loan.over for worker in lanes._workers)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
