@@ -62,8 +62,7 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("ms; numbers are micro-batches")
     axes.set_title(
-        f"one training step of the pipe, {SCHEDULE}: idle {timeline.bubble:.0%} of the time, "
-        f"{timeline.ideal_bubble:.0%} with equal stages"
+        f"one training step of the pipe, {SCHEDULE}: idle {timeline.bubble:.0%} of the time"
     )
     handles = [Patch(color=colour, label=name) for name, colour in ACTIONS.values()]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)

@@ -108,7 +108,7 @@ def run(sizes: Sizes, output: Path) -> Training:
         print(f"{name:>24}: {speed} tokens/s, Pipe {ours / speed.median:.2f}x as fast")
     for name, mebibytes in used.items():
         print(f"{name:>24}: {mebibytes:.1f} MiB at the peak of a step, on CPUs")
-    print(f"idle {timeline.bubble:.1%} of the time, {timeline.ideal_bubble:.1%} with equal stages")
+    print(f"idle {timeline.bubble:.1%} of the time")
     return Training(
         model=pipe.to_sequential().cpu(),
         timeline=timeline,

@@ -70,19 +70,6 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// Shows a profiler the waits of this thread's collectives: called with True when one begins, with
-// False at its end. None, mostly.
-thread_local PyObject* wait_observer = nullptr;
-
-void tell_observer(bool begins) {
-  if (wait_observer == nullptr) return;
-  py::gil_scoped_acquire gil;
-  py::error_scope error;  // A wait may end by an exception of Python.
-  const auto told = py::reinterpret_steal<py::object>(
-      PyObject_CallOneArg(wait_observer, begins ? Py_True : Py_False));
-  if (!told) PyErr_WriteUnraisable(wait_observer);
-}
-
 // The same digest as digest_of() in pipekernels/comm/tensors.py.
 uint32_t shape_digest(py::handle tensor, int32_t dims) {
   return dims == 1 ? 0 : static_cast<uint32_t>(py::hash(tensor.attr("shape")) & kMaxShape);
@@ -272,11 +259,6 @@ void bind_collectives(py::module_& m) {
   py::register_local_exception_translator(&translate_error);
 
   m.def("open_pidfd", &open_pidfd);
-  m.def("watch_waits", [](const py::object& observer) {
-    PyObject* const added = observer.is_none() ? nullptr : Py_NewRef(observer.ptr());
-    PyObject* const previous = std::exchange(wait_observer, added);
-    return previous ? py::reinterpret_steal<py::object>(previous) : py::object(py::none());
-  });
 
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
       .def_static("create", &Segment::create, py::arg("world_size"), py::arg("one_shot_bytes") = 0)
@@ -300,13 +282,9 @@ void bind_collectives(py::module_& m) {
   communicator
       .def(py::init([](std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
                        double timeout) {
-             return std::make_unique<Communicator>(
-                 std::move(segment), rank, std::move(pidfds), Seconds(timeout), &check_signals,
-                 [] {
-                   GilUntilRelease::release();
-                   tell_observer(true);
-                 },
-                 [] { tell_observer(false); });
+             return std::make_unique<Communicator>(std::move(segment), rank, std::move(pidfds),
+                                                   Seconds(timeout), &check_signals,
+                                                   &GilUntilRelease::release);
            }),
            py::arg("segment").none(false), py::arg("rank"), py::arg("pidfds"), py::arg("timeout"))
       .def_property_readonly("one_shot_bytes", &Communicator::one_shot_bytes)

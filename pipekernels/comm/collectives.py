@@ -26,7 +26,7 @@ from pipekernels.comm.tensors import (
     to_dense,
     to_dense_in_place,
 )
-from pipekernels.device.profiling import collective_in_profile
+from pipekernels.device.profiling import in_profile
 
 
 class Collectives:
@@ -115,9 +115,7 @@ class Collectives:
         check_reducible(tensor, op, algorithm, order)
         if not is_watched:
             return self._all_reduce_checked(tensor, op, algorithm, order)
-        with collective_in_profile(
-            "all_reduce of %d bytes, %s", tensor.numel() * tensor.itemsize, algorithm
-        ):
+        with in_profile("all_reduce of %d bytes, %s", tensor.numel() * tensor.itemsize, algorithm):
             if self._all_reduce_tensor(tensor, op, algorithm, order):
                 return tensor
             return self._all_reduce_checked(tensor, op, algorithm, order)
@@ -154,7 +152,7 @@ class Collectives:
         dense = to_dense(input)
         rows = input.shape[0] // self._world_size
         output = output_for(dense, (rows, *input.shape[1:]), out)
-        with collective_in_profile("reduce_scatter of %d bytes", dense.nbytes):
+        with in_profile("reduce_scatter of %d bytes", dense.nbytes):
             self._backend_for(input.device).reduce_scatter(dense, output, reduction_in(op, order))
         if out is not None:
             mark_changed(out)
@@ -180,7 +178,7 @@ class Collectives:
         rows = self._world_size * input.shape[0]
         in_place = self._rank * dense.numel() * dense.itemsize
         output = output_for(dense, (rows, *input.shape[1:]), out, in_place)
-        with collective_in_profile("all_gather of %d bytes", output.nbytes):
+        with in_profile("all_gather of %d bytes", output.nbytes):
             self._backend_for(input.device).all_gather(dense, output)
         if out is not None:
             mark_changed(out)
@@ -202,7 +200,7 @@ class Collectives:
         check_tensor(tensor)
         check_root(src, self._world_size)
         dense = to_dense_in_place(tensor)
-        with collective_in_profile("broadcast of %d bytes", dense.nbytes):
+        with in_profile("broadcast of %d bytes", dense.nbytes):
             self._backend_for(tensor.device).broadcast(dense, src)
         return put_back(dense, tensor)
 

@@ -5,8 +5,6 @@ The algorithm of an all-reduce is logged once for each dtype and size class.
 
 import json
 import logging
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -75,34 +73,6 @@ def test_collectives_have_ranges_with_their_bytes() -> None:
         "reduce_scatter of 48 bytes",
     ]
     assert x.eq(1).all()
-
-
-def test_a_wait_for_a_peer_is_a_range_within_the_collective() -> None:
-    first, second = Communicator.threads(2)
-    late = threading.Thread(target=lambda: (time.sleep(0.5), second.all_reduce(torch.ones(4))))
-    late.start()
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        first.all_reduce(torch.ones(4))
-    late.join()
-    names = ["pipekernels::all_reduce of 16 bytes, auto", "pipekernels::wait for peers"]
-    assert (
-        sorted(set(names_in(found))) == names
-    )  # A late peer may keep it waiting at the end as well.
-    ranges = [[e for e in found.events() if e.name == name] for name in names]
-    call, wait = (max(each, key=lambda e: e.time_range.elapsed_us()) for each in ranges)
-    assert call.time_range.start <= wait.time_range.start
-    assert wait.time_range.end <= call.time_range.end
-    assert wait.time_range.elapsed_us() > 0.5 * call.time_range.elapsed_us() > 100_000
-
-
-def test_a_wait_that_fails_ends_its_range() -> None:
-    first, _ = Communicator.threads(2, timeout=0.1)
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        with pytest.raises(TimeoutError):
-            first.barrier()
-        with pytest.raises(RuntimeError, match="timeout|failure"):
-            first.all_reduce(torch.ones(4))
-    assert names_in(found) == ["pipekernels::all_reduce of 16 bytes, auto"]
 
 
 def names_in(found: profile) -> list[str]:

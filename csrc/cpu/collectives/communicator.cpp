@@ -41,19 +41,6 @@ int check_rank(int rank, int world_size) {
                               std::to_string(rank));
 }
 
-// Calls one function now and another at the end of the scope.
-struct Around {
-  Around(const std::function<void()>& before, const std::function<void()>& after) : after_(after) {
-    before();
-  }
-  ~Around() { after_(); }
-  Around(const Around&) = delete;
-  Around& operator=(const Around&) = delete;
-
- private:
-  const std::function<void()>& after_;
-};
-
 bool is_checking_interrupts(const Communicator* communicator) {
   const InterruptCheck* check = innermost_check;
   while (check && check->communicator != communicator) check = check->outer;
@@ -73,15 +60,13 @@ std::string format_seconds(Seconds duration) {
 
 Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
                            Seconds timeout, std::function<void()> interrupt,
-                           std::function<void()> before_wait, std::function<void()> after_wait,
-                           bool prefetch_writes)
+                           std::function<void()> before_wait, bool prefetch_writes)
     : rank_(check_rank(rank, segment->world_size())),
       world_size_(segment->world_size()),
       one_shot_bytes_(segment->agreement().one_shot_bytes),
       timeout_(timeout),
       interrupt_(std::move(interrupt)),
       before_wait_(std::move(before_wait)),
-      after_wait_(std::move(after_wait)),
       prefetch_writes_(prefetch_writes),
       oversubscribed_(sysconf(_SC_NPROCESSORS_ONLN) < world_size_),
       process_(process_generation()),
@@ -164,7 +149,7 @@ void Communicator::lock() {
         "a signal handler cannot call a collective of a communicator while it interrupts another "
         "collective of the same one; raise an exception, which ends that collective");
   }
-  const Around wait(before_wait_, after_wait_);
+  before_wait_();
   const auto deadline = Clock::now() + timeout_;
   // The system clock, since ThreadSanitizer does not intercept timed locks with the steady clock.
   while (!mutex_.try_lock_until(std::chrono::system_clock::now() + kPollInterval)) {
@@ -184,7 +169,7 @@ void Communicator::await(Signal& signal, uint32_t target, int owner, int spins) 
     relax();
   }
   if (signal.reached(target)) return;
-  const Around wait(before_wait_, after_wait_);
+  before_wait_();
   for (int i = 0; i < kYields; ++i) {
     if (signal.reached(target)) return;
     sched_yield();

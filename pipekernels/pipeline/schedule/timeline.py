@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 
-from pipekernels.device.profiling import waits_for_peers
-from pipekernels.pipeline.schedule import trace
-from pipekernels.pipeline.schedule.program import Action, ActionKind, Program, simulate
-from pipekernels.pipeline.schedule.trace import RankTrace, Span
+from pipekernels.pipeline.schedule.program import Action, ActionKind, Program
 
 _COLOURS: dict[ActionKind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
 _IDLE = "#e8e8e8"
@@ -70,13 +68,11 @@ class StreamClock:
 
 
 class Event(NamedTuple):
-    """One action as it ran; times in seconds of a monotonic clock. ``waits``: starts and ends of
-    waits for peers longer than some 10 us, in collectives on the CPU."""
+    """One action as it ran; times in seconds of a monotonic clock."""
 
     action: Action
     start: float
     end: float
-    waits: Sequence[tuple[float, float]] = ()
 
 
 @dataclass
@@ -138,23 +134,21 @@ class Timeline:
         ``clock_of`` returns the clock of a stage."""
         phase = Phase(program)
         self.phases.append(phase)
-        marks: list[tuple[Action, Any, Any, list[tuple[float, float]]]] = []
+        marks: list[tuple[Action, Any, Any]] = []
 
         def recording(action: Action, value: Any) -> Any:
             clock = clock_of(action.stage)
             start = clock.mark()
-            with waits_for_peers() as waits:
-                result = compute(action, value)
-            marks.append((action, start, clock.mark(), waits))
+            result = compute(action, value)
+            marks.append((action, start, clock.mark()))
             return result
 
         try:
             yield recording
         finally:
-            for action, start, end, waits in marks:
+            for action, start, end in marks:
                 clock = clock_of(action.stage)
-                times = clock.seconds(start), clock.seconds(end)
-                phase.events.append(Event(action, *times, waits))
+                phase.events.append(Event(action, clock.seconds(start), clock.seconds(end)))
 
     @property
     def bubble(self) -> float:
@@ -164,24 +158,6 @@ class Timeline:
         busy = sum(e.end - e.start for phase in self.phases for e in phase.events)
         return 1.0 - busy / capacity if capacity > 0 else 0.0
 
-    @property
-    def waiting(self) -> float:
-        """Measured share of (lanes x makespan) in which actions wait for peers of a communicator,
-        over all phases, 0 to 1: collectives on the CPU, waits longer than some 10 us."""
-        capacity = sum(phase.lanes * phase.makespan for phase in self.phases)
-        events = (event for phase in self.phases for event in phase.events)
-        waited = sum(end - start for event in events for start, end in event.waits)
-        return waited / capacity if capacity > 0 else 0.0
-
-    @property
-    def ideal_bubble(self) -> float:
-        """Idle share of the same programs on ideal lanes with equal stages, where a backward takes
-        twice as long as a forward."""
-        simulated = [(phase.lanes, simulate(phase.program)) for phase in self.phases]
-        capacity = sum(lanes * run.makespan for lanes, run in simulated)
-        idle = sum(lanes * run.makespan * run.bubble for lanes, run in simulated)
-        return idle / capacity if capacity > 0 else 0.0
-
     def __str__(self) -> str:
         """A summary in one line."""
         if not self.phases:
@@ -190,37 +166,35 @@ class Timeline:
         passes = ", ".join(_plural(count, kind) for kind, count in kinds.items())
         stages = _range({phase.program.stages for phase in self.phases})
         micro_batches = _range({phase.micro_batches for phase in self.phases})
-        waiting = f", waiting for peers {self.waiting:.1%}" if self.waiting else ""
         milliseconds = sum(phase.makespan for phase in self.phases) * 1e3
         return (
             f"Timeline: {passes}; stages: {stages}, micro-batches: {micro_batches}; "
-            f"{milliseconds:.3g} ms, utilisation {1 - self.bubble:.1%} (ideal "
-            f"{1 - self.ideal_bubble:.1%}){waiting}"
+            f"{milliseconds:.3g} ms, utilisation {1 - self.bubble:.1%}"
         )
 
-    def save_trace(
-        self, path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None
-    ) -> None:
-        """Write the Trace Event Format that Perfetto and chrome://tracing read: a process per rank,
-        a row per lane, within actions their waits for peers.
-
-        Args:
-            path: of the file.
-            group: if given, all its ranks call this, and its first one writes the file, with all
-                of them in it. Ranks of different hosts are as far apart as their clocks.
-        """
-        spans = []
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the Trace Event Format that Perfetto and chrome://tracing read: a row per lane."""
+        rows: list[dict[str, Any]] = [
+            {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}
+            for lane, name in enumerate(self._lane_names())
+        ]
+        origin = self._start()
         for phase in self.phases:
-            for action, start, end, waits in phase.events:
+            for action, start, end in phase.events:
                 kind, stage, micro_batch = action
-                lane, args = (
-                    phase.program.lane_of[stage],
-                    {"stage": stage, "micro_batch": micro_batch},
+                rows.append(
+                    {
+                        "ph": "X",
+                        "pid": 0,
+                        "tid": phase.program.lane_of[stage],
+                        "name": f"{kind}{micro_batch}",
+                        "cat": _NAMES[kind],
+                        "ts": (start - origin) * 1e6,
+                        "dur": (end - start) * 1e6,
+                        "args": {"stage": stage, "micro_batch": micro_batch},
+                    }
                 )
-                spans.append(Span(lane, f"{kind}{micro_batch}", _NAMES[kind], start, end, args))
-                spans += [Span(lane, "wait for peers", "wait", *wait, args) for wait in waits]
-        shares = {"bubble": self.bubble, "waiting for peers": self.waiting}
-        trace.save(path, RankTrace(self._lane_names(), spans, shares), group)
+        Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
         """Draw stages x time: forward, backward (with its recomputation) and idle.
@@ -238,7 +212,7 @@ class Timeline:
                 "matplotlib"
             ) from error
         names = self._lane_names()
-        origin = min((e.start for phase in self.phases for e in phase.events), default=0.0)
+        origin = self._start()
         figure = Figure(figsize=(14, 1.4 + 0.7 * len(names)), layout="constrained")
         axes = figure.add_subplot()
         seen: set[ActionKind] = set()
@@ -267,7 +241,7 @@ class Timeline:
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set_xlabel("time (ms); numbers are micro-batches")
-        axes.set_title(f"bubble {self.bubble:.1%} measured, {self.ideal_bubble:.1%} ideal")
+        axes.set_title(f"bubble {self.bubble:.1%}")
         legend = {_NAMES[kind]: colour for kind, colour in _COLOURS.items() if kind in seen}
         legend["idle"] = _IDLE
         axes.legend(
@@ -278,6 +252,9 @@ class Timeline:
             frameon=False,
         )
         FigureCanvasAgg(figure).print_figure(os.fspath(path), dpi=130)
+
+    def _start(self) -> float:
+        return min((e.start for phase in self.phases for e in phase.events), default=0.0)
 
     def _lane_names(self) -> list[str]:
         """A name for each lane, from its stages."""

@@ -36,14 +36,13 @@ class Communicator {
   // `pidfds`: if the ranks are processes, one per rank, with -1 for this one; the communicator
   // closes them. Empty if the ranks are threads of this process. `timeout` bounds every wait.
   // `interrupt` is called every 20 ms during a wait, and may throw to end it. `before_wait` is
-  // called before a wait that may take longer than some 10 us, `after_wait`, which must not throw,
-  // after it, also if it has failed. `prefetch_writes`: see
+  // called before a wait that may take longer than some 10 us. `prefetch_writes`: see
   // write_prefetch_pays() in isa.h. Throws std::invalid_argument if `rank` is not a rank of the
   // segment, the number of `pidfds` is wrong, or `timeout` is not in (0, 1e10] seconds.
   Communicator(
       std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds, Seconds timeout,
       std::function<void()> interrupt, std::function<void()> before_wait = [] {},
-      std::function<void()> after_wait = [] {}, bool prefetch_writes = write_prefetch_pays());
+      bool prefetch_writes = write_prefetch_pays());
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -104,7 +103,7 @@ class Communicator {
   const int world_size_;
   const size_t one_shot_bytes_;
   const Seconds timeout_;
-  const std::function<void()> interrupt_, before_wait_, after_wait_;
+  const std::function<void()> interrupt_, before_wait_;
   const bool prefetch_writes_;
   const bool oversubscribed_;  // Whether there are more ranks than cores.
   const unsigned process_;     // The process_generation() of the process that made this object.
