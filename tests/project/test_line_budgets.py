@@ -25,7 +25,7 @@ BUDGETS = {
     "pipekernels/local_ops": 1_710,
     "pipekernels/ops": 50,
     "pipekernels/pipeline": 610,
-    "pipekernels/pipeline/engine": 1_940,
+    "pipekernels/pipeline/engine": 1_930,
     "pipekernels/pipeline/placement": 520,
     "pipekernels/pipeline/schedule": 590,
     "pipekernels/pipeline/spmd": 880,
@@ -35,11 +35,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 28_790,
+    "tests": 28_780,
     "bench": 6_280,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 23_390, "core": 19_420}
+TOTALS = {"pipekernels": 23_380, "core": 19_410}
 
 
 def lines(files: Iterable[Path]) -> int:

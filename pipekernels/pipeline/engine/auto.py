@@ -2,15 +2,15 @@
 
 With tiny layers, passing the interpreter lock between lanes on every operation costs more than the
 overlap saves; and a backward in two parts enters autograd once more for every layer. Which is
-faster depends on the model, the machine and its load. So the first mini-batches of each kind try
-all executions, the fastest is kept, and the others are tried again so rarely that each costs about
-1% of the time.
+faster depends on the model and the machine. So the first mini-batches of each kind try all
+executions in turn, and the fastest is kept for good. Later trials would compare times measured
+under different loads, and where executions are almost equally fast, they would be a quarter of all
+runs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from typing import NamedTuple
 
 from pipekernels.pipeline.schedule.program import Schedule
@@ -20,11 +20,8 @@ _log = logging.getLogger(__name__)
 FIRST = "first"
 """The execution of mini-batches before the first one has ended: inline, to warm up, not counted."""
 
-SAMPLES_KEPT = 3
-"""Number of first trials of each execution, and of latest times kept; the smallest counts."""
-MIN_RUNS_BETWEEN_TRIALS = 5
-TRIAL_TIME_SHARE = 0.01
-"""Share of the time that trials of a slower execution may take."""
+TRIALS = 3
+"""Number of trials of each execution; the shortest counts."""
 
 
 class Signature(NamedTuple):
@@ -57,38 +54,30 @@ class Auto:
     def __init__(self, signature: Signature) -> None:
         executions = ["inline", "threads", *["split"] * signature.may_split]
         self._signature = signature
-        self._seconds = {name: deque[float](maxlen=SAMPLES_KEPT) for name in executions}
-        self._runs_since_trial = dict.fromkeys(executions, 0)
-        self._fastest = ""  # As last logged.
+        self._seconds: dict[str, list[float]] = {name: [] for name in executions}
+        self._fastest: str | None = None  # Unknown until all have been tried.
         self._is_warm = False
 
     def choose(self) -> str:
         """The execution of the next mini-batch."""
         if not self._is_warm:
             return FIRST
+        if self._fastest is not None:
+            return self._fastest
         least = min(self._seconds, key=lambda name: len(self._seconds[name]))
-        if len(self._seconds[least]) < SAMPLES_KEPT:
-            _log.debug("%s: tries %s", self._signature, least)
-            return least
-        best = {name: min(seconds) for name, seconds in self._seconds.items()}
-        fastest = min(best, key=best.__getitem__)
-        if fastest != self._fastest:
-            self._fastest = fastest
-            times = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in best.items())
-            _log.info("%s: %s, the fastest (%s)", self._signature, fastest, times)
-        for name, seconds in best.items():
-            if name == fastest:
-                continue
-            self._runs_since_trial[name] += 1
-            rarely = (seconds / best[fastest] - 1) / TRIAL_TIME_SHARE
-            if self._runs_since_trial[name] > max(MIN_RUNS_BETWEEN_TRIALS, rarely):
-                self._runs_since_trial[name] = 0
-                _log.debug("%s: tries %s again", self._signature, name)
-                return name
-        return fastest
+        _log.debug("%s: tries %s", self._signature, least)
+        return least
 
     def record(self, execution: str, seconds: float) -> None:
         """Note how long a mini-batch took that ran by ``execution``."""
-        if self._is_warm and execution != FIRST:
-            self._seconds[execution].append(seconds)
-        self._is_warm = True
+        if execution == FIRST:
+            self._is_warm = True
+            return
+        if self._fastest is not None:
+            return
+        self._seconds[execution].append(seconds)
+        if all(len(found) >= TRIALS for found in self._seconds.values()):
+            best = {name: min(found) for name, found in self._seconds.items()}
+            self._fastest = min(best, key=best.__getitem__)
+            times = ", ".join(f"{name} {1e3 * time:.3g} ms" for name, time in best.items())
+            _log.info("%s: %s, the fastest (%s)", self._signature, self._fastest, times)
