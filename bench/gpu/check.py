@@ -1,6 +1,6 @@
 """``make gpu-check``: builds for the local GPU, then tests, measures and checks, in 8 minutes.
 
-After the build some tests, each in its own process, tell within a minute what works at all. All
+After the build some tests tell within a minute what works at all. All
 tests marked ``cuda`` are next; beside them, on idle cores, the tuner's candidates are compiled.
 Benchmarks then have the machine for themselves, and compute-sanitizer, the slowest, comes last:
 what it finds is shown, and fails nothing.
@@ -82,28 +82,24 @@ print("note: for", built.get("cuda_architectures"), "by CUDA", built.get("cuda_v
 SKIPPED = 77  # exit status of a command that cannot run here; its last line says why
 PATIENCE = 5.0  # seconds to print stacks after a timeout, and to die
 ENDING = 10  # seconds of a benchmark's share that are reserved for its end
-SMOKE_SECONDS = 40  # for a case
-SMOKE_TOGETHER = 4  # cases at a time
+SMOKE_SECONDS = 40  # for a test
 GEMM = "tests/local_ops/test_sharded_gemm.py"
 CONFIGURATION = f"{GEMM}::test_every_configuration_on_a_gpu[{{kind}}-forward-full_tile-cuda]"
 COLLECTIVES = "tests/comm/test_cuda_collectives.py"
-# Tests by what they tell; in a dry run those that CPUs have as well.
-SMOKE = {
-    "copy": "tests/local_ops/test_p2p_copy.py::test_any_strides[{device}-transposed]",
-    "micro-batches": "tests/local_ops/test_micro_batch.py::test_results_own_their_memory[{device}]",
-    "all-reduce, 2 threads": "tests/comm/test_all_reduce.py::test_random_calls_on_threads"
-    "[{device}-2]",
-    "all-reduce, 2 processes": "tests/comm/test_all_reduce.py::test_random_calls_on_processes"
-    "[{device}-2]",
-    **{
-        f"product, {kind}": CONFIGURATION.replace("{kind}", kind)
+# Tests that tell what works at all; in a dry run those that CPUs have as well.
+SMOKE = [
+    "tests/local_ops/test_p2p_copy.py::test_any_strides[{device}-transposed]",
+    "tests/local_ops/test_micro_batch.py::test_results_own_their_memory[{device}]",
+    "tests/comm/test_all_reduce.py::test_random_calls_on_threads[{device}-2]",
+    "tests/comm/test_all_reduce.py::test_random_calls_on_processes[{device}-2]",
+    *(
+        CONFIGURATION.replace("{kind}", kind)
         for kind in ("bfloat16", "float16", "tfloat32", "float32")
-    },
-    "product, float8": f"{GEMM}::test_float8[{{device}}-False-out_dtype0]",
-    "capture and replay": f"{COLLECTIVES}::test_captured_and_replayed[run_processes-cuda]",
-    "a rank that never comes": f"{COLLECTIVES}::"
-    "test_a_late_process_is_named_and_the_context_stays_usable[run_processes-cuda]",
-}
+    ),
+    f"{GEMM}::test_float8[{{device}}-False-out_dtype0]",
+    f"{COLLECTIVES}::test_captured_and_replayed[run_processes-cuda]",
+    f"{COLLECTIVES}::test_a_late_process_is_named_and_the_context_stays_usable[run_processes-cuda]",
+]
 # Files whose tests are run first: kernels that were least tested without a GPU.
 FIRST = [
     COLLECTIVES,
@@ -116,6 +112,7 @@ PYTEST = [*PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-rfE", "--tb
 CORES = len(os.sched_getaffinity(0))
 TEST_SECONDS = 90  # for one test; a few start processes that each load torch and CUDA
 TOGETHER = 8  # tests at the same time
+SMOKE_TOGETHER = 4
 # Ranks that are processes take turns on the GPU, with each other and with whatever else uses it.
 MARKED = {
     "tests": ("cuda and not processes", TOGETHER),
@@ -148,9 +145,8 @@ class Outcome:
 
     Attributes:
         name: the step's.
-        status: ``'passed'``, ``'failed'``, ``'timed out'``, ``'unkillable'`` (it did not end after
-            SIGKILL), ``'not run'`` for lack of time or as another is unkillable, or ``'skipped'``
-            as it cannot run here.
+        status: ``'passed'``, ``'failed'``, ``'timed out'``, ``'not run'`` for lack of time, or
+            ``'skipped'`` as it cannot run here.
         seconds: its duration.
         note: one line: the reason or result, or what the step printed in lines ``note: ...``.
         output: all that it printed.
@@ -171,46 +167,33 @@ class Outcome:
         return f"{self.name:<26} {self.status:<10} {self.seconds:4.0f} s  {self.note}"
 
 
-unkillable: list[int] = []  # Processes that hold the GPU, so nothing else is to use it.
-
-
 def run_step(
     name: str, command: Sequence[str], environment: Mapping[str, str], deadline: float
 ) -> Outcome:
     """Run one command until ``deadline`` (of ``time.monotonic``) at most.
 
     It leads a session, to be killed with all its child processes. On a timeout it is first sent
-    SIGABRT: Python's fault handler then prints the stacks of all threads. A process that a driver
-    holds does not end even after SIGKILL.
+    SIGABRT: Python's fault handler then prints the stacks of all threads.
     """
     begin = time.monotonic()
     if deadline <= begin:
         return Outcome(name, "not run", 0.0, "no time was left for it")
-    if unkillable:
-        return Outcome(name, "not run", 0.0, f"process {unkillable[0]} holds the GPU")
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     with tempfile.TemporaryFile("w+", errors="replace") as file:
-        try:
-            process = subprocess.Popen(
-                command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT,
-                env=os.environ | defaults | dict(environment), start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            return Outcome(name, "failed", 0.0, f"it cannot be started: {error}")
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT,
+            env=os.environ | defaults | dict(environment), start_new_session=True,
+        )  # fmt: skip
         status = _ended(process, deadline - begin)
         if status is None:
             _signal(process, signal.SIGABRT)
             _ended(process, PATIENCE)
         _signal(process, signal.SIGKILL)  # What is left of its session.
-        held = _ended(process, PATIENCE) is None
+        _ended(process, PATIENCE)  # A driver may hold it; later steps have their own limits.
         file.seek(0)
         output = file.read()
     seconds = time.monotonic() - begin
     lines = output.strip().splitlines() or [""]
-    if held:
-        unkillable.append(process.pid)
-        note = f"process {process.pid} did not end after SIGKILL: {lines[-1]}"
-        return Outcome(name, "unkillable", seconds, note, output)
     if status in (None, SKIPPED):
         found = "timed out" if status is None else "skipped"
         return Outcome(name, found, seconds, lines[-1], output)
@@ -287,26 +270,12 @@ class Check:
             self.step("kernels", [*PYTHON, "csrc/cmake/kernel_report.py", str(compiled)])
 
     def smoke(self) -> None:
-        """A process for each case, a few at a time, and a line as each of them ends."""
-        begin = time.monotonic()
-
-        def one(name: str) -> Outcome:
-            if self._dry and "{device}" not in SMOKE[name]:
-                return Outcome(name, "skipped", 0.0, "not in a dry run")
-            test = SMOKE[name].replace("{device}", "cpu" if self._dry else "cuda")
-            command = pytest_command(SMOKE_SECONDS, [test])
-            found = tested(run_step(name, command, {}, self._deadline("smoke")), must_run=False)
-            title = {"passed": "PASS", "skipped": "SKIP"}.get(found.status, "FAIL")
-            self._write(f"{title} {found}\n" + found.output * (not found.good))
-            return found
-
-        self._write("\n==== smoke\n")
-        with ThreadPoolExecutor(min(SMOKE_TOGETHER, CORES)) as pool:
-            found = list(pool.map(one, SMOKE))
-        bad = [outcome.name for outcome in found if not outcome.good]
-        note = f"{len(found)} cases" + f", {len(bad)} failed: {'; '.join(bad)}" * bool(bad)
-        status = "failed" if bad else "passed"
-        self.outcomes.append(Outcome("smoke", status, time.monotonic() - begin, note))
+        """Some tests, a few at a time."""
+        device = "cpu" if self._dry else "cuda"
+        names = [test for test in SMOKE if "{device}" in test or not self._dry]
+        tests = [test.replace("{device}", device) for test in names]
+        command = pytest_command(SMOKE_SECONDS, [*apart(SMOKE_TOGETHER), *tests])
+        self._keep(tested(run_step("smoke", command, {}, self._deadline("smoke")), must_run=True))
 
     def tests(self) -> None:
         """The tests, several at a time, but one of those that start ranks; and beside them the
@@ -335,7 +304,9 @@ class Check:
 
     def _sanitize(self, sanitizer: tuple[str, str, list[str], dict[str, str]]) -> Outcome:
         name, tool, parts, environment = sanitizer
-        program = None if self._dry else _sanitizer()
+        toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+        path = f"{os.environ.get('PATH', '')}:{toolkit}/bin"
+        program = None if self._dry else shutil.which("compute-sanitizer", path=path)
         if program is None:
             return Outcome(name, "skipped", 0.0, "there is no compute-sanitizer")
         command = [program, "--tool", tool, "--error-exitcode", "86", *OPTIONS[tool]]
@@ -406,18 +377,6 @@ def tested(outcome: Outcome, *, must_run: bool) -> Outcome:
     elif status == "passed" and not counts["PASSED"]:
         status = "failed" if must_run else "skipped"
     return replace(outcome, status=status, note=note)
-
-
-def _sanitizer() -> str | None:
-    """compute-sanitizer's path."""
-    places = [os.environ.get("PATH", "")]
-    nvcc = shutil.which("nvcc")
-    if nvcc is not None:
-        places.append(str(Path(nvcc).resolve().parent))
-    places += [
-        f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ
-    ]
-    return shutil.which("compute-sanitizer", path=os.pathsep.join([*places, "/usr/local/cuda/bin"]))
 
 
 def main(arguments: list[str] | None = None) -> int:
