@@ -77,14 +77,19 @@ def update(text: str, rendered: Mapping[str, str]) -> str:
     return re.sub(r"<!-- bench:(\S+) -->\n.*?<!-- /bench -->", replace, text, flags=re.DOTALL)
 
 
-def main() -> None:
-    """Rewrite every page from the result files of all machines, and the plots that pages show."""
-    texts = {page: page.read_text() for page in PAGES if page.exists()}
+def rewritten() -> dict[Path, str]:
+    """Every page, with the tables of the result files of all machines."""
+    texts = {page: page.read_text() for page in PAGES}
     names = {name for text in texts.values() for name in re.findall(r"<!-- bench:(\S+) -->", text)}
     rendered = {name: render(found) for name in names if (found := records.load(name))}
     rendered |= {name: make() for name, make in summary.PARTS.items() if name in names}
-    for page, text in texts.items():
-        page.write_text(update(text, rendered))
+    return {page: update(text, rendered) for page, text in texts.items()}
+
+
+def main() -> None:
+    """Rewrite every page, and the plots that pages show."""
+    for page, text in rewritten().items():
+        page.write_text(text)
         for link in re.findall(r"\]\(((?:\.\./)*bench/results/\S+\.svg)\)", text):
             path = (page.parent / link).resolve()
             record = records.read(path.with_suffix(".json"))

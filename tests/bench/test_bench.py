@@ -1,207 +1,180 @@
-"""The benchmarks' harness: ranks, turns, measurements, and checks of values."""
+"""Benchmarks on CPU ranks: turns, what is kept, wrong results, and every program at small sizes."""
 
-import contextlib
 import itertools
+import json
 import os
-import re
-import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from support.programs import python
+from torch import nn
 
-from bench import collectives, harness, processes, records, tensor_parallel
+from bench import collectives, harness, registry, suite, tensor_parallel, test_benchmarks
+from bench.conftest import Recorded
+from bench.distributed import ddp
+from bench.harness import Options, Turns
 from bench.peers import groups
-from bench.peers.rank import Rank, Start, contents, expected
-from bench.peers.systems import STORAGE, Candidate
+from bench.pipeline import pipe
+from bench.report import pages
 
 pytestmark = pytest.mark.project
 
-
-class FakeSystem:
-    """Sums all ranks' tensors, except the last ``missing`` elements."""
-
-    version = "1"
-
-    def __init__(self, rank: int, ranks: int, missing: int = 0, name: str = "fake") -> None:
-        self.rank, self._ranks = rank, ranks
-        self._missing, self._name = missing, name
-
-    def candidates(self, count: int, dtype: str) -> dict[str, Candidate]:
-        buffer = np.empty(count, STORAGE[dtype])
-        summed = count - self._missing
-
-        def call() -> None:
-            buffer[:summed] = expected(self._ranks, count, dtype)[:summed]
-
-        return {self._name: Candidate(buffer, call)}
-
-    def close(self) -> None:
-        pass
+ROOT = Path(__file__).parents[2]
+SAMPLES = {"theirs": [2.0, 6.0, 2.0, 2.0], "ours": [1.0, 2.0, 1.0, 4.0]}
 
 
-def start_file(folder: Path, ranks: int) -> Path:
-    path = folder / "start"
-    path.write_bytes(bytes(Start.bytes(ranks)))
-    return path
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("names", ["abcdef", "abcde"])
+def test_each_candidate_follows_every_other_one_equally_often(names: str, calls: int) -> None:
+    order: list[str] = []
+
+    def turn(name: str) -> list[float]:
+        order.append(name)
+        return [1.0, 2.0]  # A turn may give several samples.
+
+    turns = {name: lambda name=name: turn(name) for name in names}
+    rounds = 2 * len(names) // calls
+    for call in range(calls):
+        samples = harness.alternate(turns, warmup=0, rounds=rounds, start=call * rounds)
+        assert samples == dict.fromkeys(names, [1.0, 2.0] * rounds)
+    by_round = [order[i : i + len(names)] for i in range(0, len(order), len(names))]
+    assert all(sorted(each) == list(names) for each in by_round)
+    neighbours = [pair for each in by_round for pair in itertools.pairwise(each)]
+    assert sorted(neighbours) == sorted([*itertools.permutations(names, 2)] * 2)
 
 
-def lone_rank(folder: Path, ranks: int = 3, **system: Any) -> Rank:
-    """One that sums the tensors of ``ranks`` ranks, and starts alone."""
-    return Rank(FakeSystem(0, ranks, **system), ranks, Start(start_file(folder, 1), 0, 1))
+# ---- cases, and what is kept of them ----
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_the_expected_sum_equals_the_sum_of_the_contents(dtype: str, ranks: int) -> None:
-    def values(array: np.ndarray) -> torch.Tensor:
-        if dtype == "bfloat16":
-            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).double()
-        return torch.from_numpy(array).double()
-
-    inputs = [values(contents(rank, 3000, dtype)) for rank in range(ranks)]
-    assert torch.equal(values(expected(ranks, 3000, dtype)), sum(inputs))
-    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(inputs))
-
-
-@pytest.mark.full
-def test_wrong_elements_are_counted(tmp_path: Path) -> None:
-    for missing in (0, 7):
-        rank = lone_rank(tmp_path, missing=missing)
-        assert rank.prepare(4000, "float32") == ["fake"]
-        assert rank.check("fake") == missing
-
-
-@pytest.mark.full
-def test_every_measurement_gives_one_time_per_call(tmp_path: Path) -> None:
-    rank = lone_rank(tmp_path, 1)
-    rank.prepare(1024, "float32")
-    aligned, crowded = rank.measure("fake", 2, 5), rank.measure("fake", 0, 6, together=False)
-    assert (len(aligned), len(crowded)) == (5, 6)
-    assert min(*aligned, *crowded, rank.measure_back_to_back("fake", 4)) > 0
-
-
-@pytest.mark.full
-def test_ranks_start_together_after_the_last_has_come(tmp_path: Path) -> None:
-    path = start_file(tmp_path, 3)
-    turns: list[int] = []
-
-    def run(rank: int) -> list[int]:
-        start, begins = Start(path, rank, 3), []
-        for turn in range(4):
-            turns.append(turn)
-            begins.append(start.together())
-            assert turns.count(turn) == 3
-        return begins
-
-    with ThreadPoolExecutor(3) as ranks:
-        first, second, third = ranks.map(run, range(3))
-    assert first == second == third == sorted(set(first)) and len(first) == 4
-
-
-class LocalGroup:
-    """A group of one rank, in this process."""
-
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-
-    def call(self, method: str, **arguments: Any) -> list[Any]:
-        return [getattr(self._rank, method)(**arguments)]
-
-
-@pytest.mark.full
-def test_rows_have_size_dtype_bandwidth_and_wrong_elements(tmp_path: Path) -> None:
-    session: Any = {"fake": (LocalGroup(lone_rank(tmp_path, missing=2)), "1.0")}
-    cases = ["float32, 1024 bytes", "float32, 4096 bytes", "bfloat16, 1024 bytes"]
-    measured = collectives.by_size(session, {case: ["fake"] for case in cases}, quick=True)
-    rows = [row for case in measured for row in case.rows]
-    found = [(row["type"], row["size"], row["count"], row["wrong"]) for row in rows]
-    assert found == [  # Two elements are wrong, in checks before and after.
-        ("float32", 1024, 256, 4),
-        ("float32", 4096, 1024, 4),
-        ("bfloat16", 1024, 512, 4),
-    ]
-    for row in rows:
-        assert row["algbw"] == pytest.approx(row["size"] / row["median"] / 1e9)
-        assert row["busbw"] == pytest.approx(row["algbw"])  # They are equal for two ranks.
-
-
-@pytest.mark.full
-def test_visits_to_a_size_are_spread_over_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(collectives, "VISITS", 2)
-    monkeypatch.setattr(collectives, "turn_for", lambda size: (1, 0, 3))
-    seconds = iter(range(1, 13))
-    monkeypatch.setattr(
-        collectives, "slowest", lambda answers: [float(next(seconds)) for _ in answers[0]]
-    )
-    session: Any = {"fake": (LocalGroup(lone_rank(tmp_path, missing=2)), "1.0")}
-    cases = ["float32, 1024 bytes", "float32, 4096 bytes"]
-    measured = collectives.by_size(session, {case: ["fake"] for case in cases}, quick=False)
-    small, large = (row for case in measured for row in case.rows)
-    visited = re.findall(r"(\d+) bytes", capsys.readouterr().out)
-    assert visited == ["1024", "4096", "1024", "4096"]
-    assert (small["median"], small["min"], small["wrong"]) == (5.0, 1.0, 8)  # 1 to 3 and 7 to 9 s.
-    assert (large["median"], large["min"], large["wrong"]) == (8.0, 4.0, 8)
-
-
-@pytest.mark.full
-def test_crowded_ranks_make_as_many_calls_as_asked_for(tmp_path: Path) -> None:
-    rank = lone_rank(tmp_path, missing=2, name="ordinary")
-    session: Any = {"fake": (LocalGroup(rank), "1.0")}
-    (row,) = collectives.crowded(session, quick=True).rows
-    assert (row["candidate"], row["calls"], row["wrong"]) == ("ordinary", 100, 4)
-    assert row["median"] <= row["p99"]
+@pytest.mark.parametrize("name", registry.CPU)
+def test_every_case_has_the_candidate_that_others_are_compared_with(name: str) -> None:
+    module = registry.find(name)
+    assert set(module.QUICK) <= set(module.CANDIDATES)
+    for case, candidates in (*module.CANDIDATES.items(), *module.QUICK.items()):
+        assert module.BASE in candidates
+        assert set(candidates) <= set(module.CANDIDATES[case])
+    assert module.CONDITIONS and hasattr(test_benchmarks, f"test_{registry.operation(name)}")
 
 
 @pytest.fixture
-def streaming(tmp_path: Path) -> Iterator[groups.Group]:
-    """A group of two ranks; this system needs only NumPy."""
-    with contextlib.closing(groups.Group("streaming", 2, tmp_path)) as group:
-        assert group.wait_until_ready() == np.__version__
-        yield group
+def found(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A benchmark in the place of all others, whose case ``broken`` fails."""
+
+    def turns(case: str, names: Any, options: Options) -> Turns:
+        module.measured.append(case)
+        if case == "broken":
+            raise ValueError("no such library")
+        runners = {name: lambda name=name: SAMPLES[name] for name in names}
+        return Turns(runners, 0, 1, lambda medians: {"ours": {"wrong": module.wrong}})
+
+    module = SimpleNamespace(
+        __doc__="What it measures.", CANDIDATES=dict.fromkeys(("a", "b"), ("theirs", "ours")),
+        BASE="theirs", CONDITIONS={"of": "a test"}, turns=turns, measured=[], wrong=0,
+    )  # fmt: skip
+    for place in (registry, suite):
+        monkeypatch.setattr(place, "find", lambda name: module)
+    return module
 
 
-@pytest.mark.full
-def test_all_ranks_of_a_group_answer(streaming: groups.Group) -> None:
-    assert streaming.call("prepare", size=4096, dtype="float32") == [["copy", "in place"]] * 2
-    answers = streaming.call("measure", candidate="copy", warmup=1, calls=3)
-    assert [len(times) for times in answers] == [3, 3]
-    assert [answer["rank"] for answer in streaming.call("describe")] == [0, 1]
+def suite_of(cases: Any, *, keep: bool = False, quick: bool = False) -> suite.Suite:
+    plan = dict.fromkeys(cases, ("theirs", "ours"))
+    return suite.Suite({"fake": plan}, Options(quick), keep=keep, tell=lambda text: None)
 
 
-@pytest.mark.full
-def test_a_rank_that_dies_or_fails_is_an_error_that_names_the_system(
-    streaming: groups.Group,
+def test_a_case_is_measured_once_and_one_that_fails_stops_no_other(found: Any) -> None:
+    cases = suite_of(["a", "broken", "b"])
+    for _ in range(2):
+        assert cases.measured("fake", "a").samples == SAMPLES
+        with pytest.raises(ValueError, match="no such library"):
+            cases.measured("fake", "broken")
+    assert cases.measured("fake", "b").case == "b"
+    assert found.measured == ["a", "broken", "b"]
+
+
+@pytest.mark.parametrize(
+    ("cases", "options", "kept"),
+    [("ab", {"keep": True}, True), ("ab", {}, False), ("a", {"keep": True}, False),
+     ("ab", {"keep": True, "quick": True}, False)],
+)  # fmt: skip
+def test_a_result_file_holds_all_cases_or_is_not_written(
+    found: Any, cases: str, options: Any, kept: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    with pytest.raises(groups.GroupError, match="(?s)streaming: .*KeyError: 'nonsense'"):
-        streaming.call("check", candidate="nonsense")
-    with pytest.raises(groups.GroupError, match="streaming: a rank has died"):
-        streaming.call("describe")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    measuring = suite_of(cases, **options)
+    for case in cases:
+        measuring.measured("fake", case)
+    path = tmp_path / "fake.json"
+    assert path.exists() == kept
+    if kept:
+        rows = json.loads(path.read_text())["rows"]
+        assert [(row["case"], row["median"]) for row in rows] == [
+            ("a", 2.0), ("a", 1.5), ("b", 2.0), ("b", 1.5)
+        ]  # fmt: skip
+
+
+def test_a_candidate_with_wrong_results_fails(found: Any, request: pytest.FixtureRequest) -> None:
+    found.wrong = 3
+    test = test_benchmarks._test_of("fake")
+    benchmark = mock.Mock(extra_info={})
+    marked = mock.Mock(config=request.config)
+    timer = marked.node.get_closest_marker().kwargs = {"timer": Recorded()}
+    test(marked, suite_of("a"), benchmark, "a", "theirs")
+    assert [timer["timer"]() for _ in range(4)] == [0.0, 2.0, 0.0, 6.0]
+    assert benchmark.extra_info["theirs / it"]["median"] == 1.0
+    with pytest.raises(AssertionError, match="ours summed 3 elements wrongly"):
+        test(marked, suite_of("a"), benchmark, "a", "ours")
+
+
+def test_pages_are_those_of_the_result_files() -> None:
+    assert not [page for page, text in pages.rewritten().items() if page.read_text() != text]
+    with pytest.raises(ValueError, match="make bench ARGS=x"):
+        pages.update("<!-- bench:x -->\nold\n<!-- /bench -->", {})
+    unmeasured = "<!-- bench:gpu.x -->\nold\n<!-- /bench -->"
+    assert pages.update(unmeasured, {}) == unmeasured.replace("old", pages.UNMEASURED)
+
+
+# ---- programs at small sizes ----
 
 
 @pytest.mark.full
-def test_closing_ends_all_ranks_even_a_stopped_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(groups, "PATIENCE", 0.5)
-    with contextlib.closing(groups.Group("streaming", 2, tmp_path)) as group:
-        group.wait_until_ready()
-        pids = [answer["pid"] for answer in group.call("describe")]
-        os.kill(pids[1], signal.SIGSTOP)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [name for name in registry.CPU if name != "collectives"])
+def test_every_program_runs_and_its_table_is_made(name: str) -> None:
+    module = registry.find(name)
+    case, names = next(iter(module.QUICK.items()))
+    (found,) = harness.measure(module, {case: names}, Options(quick=True))
+    assert module.BASE in found.samples and not any(row.get("wrong") for row in found.rows)
+    machine = {"cpu": "some", "cores": 2, "torch": "2"}
+    record = {"name": name, "date": "today", "commit": "0", "machine": machine}
+    page = pages.render([record | {"conditions": module.CONDITIONS, "rows": found.rows}])
+    assert f"| {case} | {module.BASE} | " in page
 
 
 @pytest.mark.full
-def test_a_session_leaves_out_systems_that_are_missing_or_do_not_start(
+def test_the_command_gives_groups_and_ratios_in_json(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    environment = {name: value for name, value in os.environ.items() if "XDIST" not in name}
+    options = ["--quick", f"--benchmark-json={path}", "-p", "no:cacheprovider", "-k", "back"]
+    run = python("-m", "bench", "collectives", *options, cwd=ROOT, env=environment)
+    assert "collectives: All-reduces from Python" in run.stdout and "Gloo / it" in run.stdout
+    found = json.loads(path.read_text())["benchmarks"]
+    assert {"ordinary", "symmetric", "Gloo"} <= {one["extra_info"]["candidate"] for one in found}
+    for one in found:
+        assert one["group"] == "all_reduce: back to back, 1024 bytes"
+        ratio = one["extra_info"]["Gloo / it"]
+        assert ratio["p10"] <= ratio["median"] <= ratio["p90"] and one["stats"]["min"] > 0
+    unknown = python("-m", "bench", "nonsense", code=2, cwd=ROOT)
+    assert "no benchmark nonsense; there are collectives, " in unknown.stderr
+
+
+@pytest.mark.full
+def test_collectives_are_checked_and_what_fails_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
@@ -209,205 +182,70 @@ def test_a_session_leaves_out_systems_that_are_missing_or_do_not_start(
     broken.chmod(0o755)
     monkeypatch.setitem(groups.PYTHONS, "broken", broken)
     monkeypatch.setitem(groups.PYTHONS, "absent", tmp_path / "absent")
-    with groups.session(["absent", "broken", "streaming"], 2) as ready:
-        assert list(ready) == ["streaming"]
-        group, version = ready["streaming"]
-        assert version == np.__version__
-        assert group.call("prepare", size=64, dtype="bfloat16") == [["copy", "in place"]] * 2
-    printed = capsys.readouterr().out
-    assert "absent is not installed" in printed
-    assert "broken: left out" in printed and "no such library" in printed
-
-
-class FailingGroup(LocalGroup):
-    """Fails in the given call."""
-
-    def __init__(self, rank: Rank, system: str, fails_in: str) -> None:
-        super().__init__(rank)
-        self._system, self._fails_in = system, fails_in
-        self.closed = False
-
-    def call(self, method: str, **arguments: Any) -> list[Any]:
-        if method == self._fails_in:
-            raise groups.GroupError(self._system, "a rank has died or hangs")
-        return super().call(method, **arguments)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@pytest.mark.full
-def test_a_peer_that_fails_is_left_out_and_the_others_are_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ours = LocalGroup(lone_rank(tmp_path, name="ordinary"))
-    peer = FailingGroup(lone_rank(tmp_path, name="MPICH"), "MPICH", "measure")
-    session: Any = {"pipekernels": (ours, "1.0"), "MPICH": (peer, "5.0")}
-    cases = ["float32, 1024 bytes", "bfloat16, 1024 bytes"]
-    plan = {case: ["ordinary", "MPICH"] for case in cases}
-    measured = collectives.by_size(session, plan, quick=True)
-    assert [(case.case, list(case.samples)) for case in measured] == [
-        ("float32, 1024 bytes", ["ordinary"]),
-        ("bfloat16, 1024 bytes", ["ordinary"]),
-    ]
-    assert list(session) == ["pipekernels"] and peer.closed
-    assert "MPICH: left out from here on" in capsys.readouterr().out
-
-
-@pytest.mark.full
-def test_a_failure_of_pipekernels_is_an_error(tmp_path: Path) -> None:
-    rank = lone_rank(tmp_path, name="ordinary")
-    session: Any = {"pipekernels": (FailingGroup(rank, "pipekernels", "check"), "1.0")}
-    with pytest.raises(groups.GroupError, match="pipekernels: a rank has died or hangs"):
-        collectives.by_size(session, {"float32, 1024 bytes": ["ordinary"]}, quick=True)
-
-
-@pytest.mark.full
-def test_a_session_without_pipekernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(groups.PYTHONS, "nonsense", groups.OURS)
-    with (
-        pytest.raises(groups.GroupError, match="KeyError: 'nonsense'"),
-        groups.session(["nonsense"], 2),
-    ):
-        pass
-
-
-@pytest.mark.full
-def test_a_system_that_is_busy_while_it_waits_is_detected() -> None:
-    def fake(seconds: float) -> Any:
-        used = itertools.count(5.0, seconds)
-        return SimpleNamespace(ranks=2, cpu_seconds=lambda: next(used))
-
-    fakes = {"idle": fake(0.0), "spinning": fake(2.0), "ticking": fake(0.01)}
-    assert groups.busy_while_idle(fakes) == ["spinning"]
-
-
-@pytest.mark.full
-def test_pipekernels_and_gloo_sum_correctly_in_both_dtypes() -> None:
-    with groups.session(["pipekernels", "Gloo"], 2) as session:
+    cases = [f"{dtype}, 65536 bytes" for dtype in collectives.DTYPES]
+    plan = dict.fromkeys(cases, (*collectives.SUMS, "Gloo"))
+    with groups.session(["absent", "broken", "pipekernels", "Gloo"], 2) as session:
         assert list(session) == ["pipekernels", "Gloo"]
-        for dtype in collectives.DTYPES:
-            calls = collectives.prepare(session, 1 << 16, dtype, collectives.SUMS + ["Gloo"])
-            assert set(calls) == {*collectives.SUMS, "Gloo"}
-            assert set(collectives.check(calls).values()) == {0}
+        for measured in collectives.by_size(session, plan, quick=True):
+            assert set(measured.samples) == {*collectives.SUMS, "Gloo"}
+            assert {row["wrong"] for row in measured.rows} == {0}
+        for pid in [answer["pid"] for answer in session["Gloo"][0].call("describe")]:
+            os.kill(pid, 9)
+        for measured in collectives.by_size(session, plan, quick=True):
+            assert "Gloo" not in measured.samples
+        with pytest.raises(groups.GroupError, match="(?s)pipekernels: .*KeyError: 'nonsense'"):
+            session["pipekernels"][0].call("check", candidate="nonsense")
+    printed = capsys.readouterr().out
+    assert "absent is not installed" in printed and "no such library" in printed
+    assert "Gloo: left out from here on" in printed
 
 
-def test_candidates_alternate_and_may_give_several_samples() -> None:
-    order: list[str] = []
-
-    def turn(name: str, found: Any) -> Any:
-        order.append(name)
-        return found
-
-    turns = {"several": partial(turn, "several", [1.0, 2.0]), "one": partial(turn, "one", 3.0)}
-    samples = harness.alternate(turns, warmup=1, rounds=2)
-    assert samples == {"several": [1.0, 2.0] * 2, "one": [3.0] * 2}
-    assert order == ["several", "one", "one", "several", "several", "one"]
+# ---- wrong candidates are refused before they are timed ----
 
 
-@pytest.mark.parametrize("calls", [1, 2])
-@pytest.mark.parametrize("names", ["abcdef", "abcde"])
-def test_each_candidate_follows_every_other_one_equally_often(names: str, calls: int) -> None:
-    order: list[str] = []
-    turns = {name: lambda name=name: order.append(name) for name in names}
-    rounds = 2 * len(names) // calls
-    for call in range(calls):
-        harness.alternate(turns, warmup=0, rounds=rounds, start=call * rounds)
-    by_round = [order[i : i + len(names)] for i in range(0, len(order), len(names))]
-    assert all(sorted(each) == list(names) for each in by_round)
-    neighbours = [pair for each in by_round for pair in itertools.pairwise(each)]
-    assert sorted(neighbours) == sorted([*itertools.permutations(names, 2)] * 2)
-
-
-def answer_at_once(rank: int, port: int, serve: Any, seconds: list[float]) -> None:
-    serve(lambda: seconds[rank])
-
-
-def fail(rank: int, port: int, serve: Any) -> None:
-    raise ValueError("no such library")
+def test_wrong_gradients_are_refused() -> None:
+    module = pipe.build(16)
+    x, grad = pipe.data(16, 8)
+    wanted = pipe.gradients(module, x, grad)
+    pipe.step(module, x, grad, threads=torch.get_num_threads())()
+    pipe.check(module.parameters(), wanted)
+    with torch.no_grad():
+        module[2].weight.grad *= 1.001
+    with pytest.raises(AssertionError, match="gradients differ from the bare module's by 1.0e-03"):
+        pipe.check(module.parameters(), wanted)
+    module.zero_grad()
+    with pytest.raises(AssertionError, match="a parameter has no gradient"):
+        pipe.check(module.parameters(), wanted)
 
 
 @pytest.mark.full
-def test_a_turn_of_processes_takes_as_long_as_the_slowest() -> None:
-    with contextlib.closing(processes.Processes(2, answer_at_once, [1.0, 3.0])) as pair:
-        assert [pair(), pair()] == [3.0, 3.0]
-
-
-@pytest.mark.full
-def test_a_process_that_ends_is_an_error_that_names_its_work(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    closing, message = contextlib.closing(processes.Processes(1, fail)), "of fail has ended"
-    with closing as one, pytest.raises(RuntimeError, match=f"a process {message}"):
-        one()
-    assert "no such library" in capfd.readouterr().err
-
-
-@pytest.mark.full
-def test_tensor_parallel_layers_are_checked_before_they_are_timed() -> None:
+@pytest.mark.parametrize("case", tensor_parallel.CASES)
+def test_wrong_layers_are_refused(case: str) -> None:
     turns, threads = list[float](), torch.get_num_threads()
-    for case in tensor_parallel.CASES:
-        module = tensor_parallel.build()
+    module = tensor_parallel.build()
+    tensor_parallel.serve_steps(module, case, lambda turn: turns.append(turn()), threads)
+    with torch.no_grad():
+        module[2].weight[0] *= 1.01
+    with pytest.raises(AssertionError):
         tensor_parallel.serve_steps(module, case, lambda turn: turns.append(turn()), threads)
-        with torch.no_grad():
-            module[2].weight[0] *= 1.01
-        with pytest.raises(AssertionError):
-            tensor_parallel.serve_steps(module, case, lambda turn: turns.append(turn()), threads)
-    assert len(turns) == len(tensor_parallel.CASES) and min(turns) > 0
+    assert len(turns) == 1
 
 
-def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
-    assert collectives.slowest([[1_000, 5_000], [3_000, 2_000]]) == pytest.approx([3e-6, 5e-6])
+@pytest.fixture
+def group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ddp, "BLOCKS", 1)
+    monkeypatch.setattr(ddp, "WIDTH", 32)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
-MEDIANS = {
-    "ordinary": 20e-6, "ordinary one_shot": 40e-6, "ordinary two_shot": 16e-6,
-    "ordinary ring": 30e-6, "symmetric": 10e-6, "symmetric one_shot": 40e-6,
-    "symmetric two_shot": 10e-6, "symmetric ring": 30e-6, "Gloo": 900e-6, "MPICH": 50e-6,
-    "copy": 8e-6, "in place": 6e-6,
-}  # fmt: skip
-
-
-def made_up_rows() -> list[collectives.Row]:
-    figures = {"p10": 1e-6, "p90": 2e-6, "p99": 3e-6, "calls": 10, "algbw": 1.0, "busbw": 1.0}
-    parts = [("sizes", size, dtype) for dtype in collectives.DTYPES for size in (1024, 4096)]
-    parts += [("back to back", 1024, "float32"), ("crowded", 4096, "float32")]
-    return [
-        collectives.row(
-            *(part, name, "1.0", size, dtype), median=median, wrong=3 * ("ring" in name), **figures
-        )
-        for part, size, dtype in parts
-        for name, median in MEDIANS.items()
-    ]
-
-
-def test_tables_compare_with_the_best_peer_the_bound_and_the_best_algorithm() -> None:
-    faster = [row | {"median": row["median"] / (2 if row["candidate"] == "symmetric" else 1)}
-              for row in made_up_rows()]  # fmt: skip
-    text = collectives.table(made_up_rows(), [faster])
-    ours = "| 1024 | 256 | float32 | sum | {} | 1.00 | 1.00 | 0 | MPICH | 50.00 | {} | {} |"
-    assert ours.format("20.00", "2.50", "30%") in text
-    assert ours.format("10.00", "5.00", "60%") in text
-    assert "Geometric mean of x best peer: 2.50; on all machines 2.50 to 2.50." in text
-    assert "Geometric mean of x best peer: 5.00; on all machines 5.00 to 10.00." in text
-    assert "| 4096 | bfloat16 | 20.00 | 40.00 | 16.00 | 30.00 | 3 |" in text
-    assert "Peers: Gloo 1.0, MPICH 1.0" in text and "Open MPI" not in text
-
-
-def test_the_plot_is_the_same_for_the_same_rows(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for name in ("a", "b"):
-        collectives.plot(made_up_rows(), tmp_path / name)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert (tmp_path / "a").read_text().startswith("<?xml")
-
-
-def test_without_git_the_environment_names_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*command: object, **options: object) -> None:
-        raise FileNotFoundError("git")
-
-    monkeypatch.setattr(records.subprocess, "run", missing)
-    monkeypatch.delenv("COMMIT", raising=False)
-    assert records.commit() == "unknown"
-    monkeypatch.setenv("COMMIT", "0123456789ab")
-    assert records.commit() == "0123456789ab"
+@pytest.mark.full
+def test_wrong_losses_are_refused(group_of_one: None) -> None:
+    case = "4 sequences"
+    ddp.check_losses(ddp.stepper(ddp.build(), *ddp.data(case)), case)
+    module: nn.Module = ddp.build()
+    for parameter in module.parameters():  # As if no gradients were averaged.
+        parameter.register_hook(torch.zeros_like)
+    with pytest.raises(AssertionError, match="not close"):
+        ddp.check_losses(ddp.stepper(module, *ddp.data(case)), case)
