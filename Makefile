@@ -139,7 +139,7 @@ test-all: $(TESTS) $(OLDEST_TRITON)
 	$(if $(ARGS),,$(MAKE) test-cuda-build)
 
 test-times: $(BUILT)
-	$(BIN)/python tests/support/times.py build/tests.xml $(ARGS)
+	$(BIN)/python tests/support/times.py build/tests.xml
 
 oldest-triton: $(OLDEST_TRITON)
 

@@ -79,11 +79,10 @@ def test_a_test_of_two_levels_is_refused(pytestconfig: pytest.Config) -> None:
 
 def test_the_table_of_times() -> None:
     case = '<testcase classname="tests.{}" name="{}" time="{}" />'
-    cases = [case.format("a.test_x", "p", 1), case.format("a.test_x", "q", 2.5)]
-    cases += [case.format("test_y", "r", 0.5)]
+    cases = [case.format("test_y", "r", 0.5), case.format("a.test_x", "p", 1)]
+    cases += [case.format("a.test_x", "q", 2.5)]
     report = f'<testsuites><testsuite time="2.0">{"".join(cases)}</testsuite></testsuites>'
-    lines = times.table(*times.read(report), most=1).splitlines()
-    assert lines[1].split() == ["3.5", "87.5%", "2", "tests/a/test_x", "(q", "2.5)"]
-    assert lines[2].split() == ["0.5", "12.5%", "1", "1", "more", "files"]
-    assert lines[3].startswith("     4.0 100.0%      3  all workers")
-    assert lines[4].split()[0] == "2.0" and lines[4].endswith("2.0 workers")
+    lines = [line.split() for line in times.table(report).splitlines()]
+    assert lines[1] == ["3.5", "2", "tests/a/test_x", "(q", "2.5)"]
+    assert lines[2][:3] == ["0.5", "1", "tests/test_y"]
+    assert lines[3][:1] == ["4.0"] and lines[3][-4] == "2.0"
