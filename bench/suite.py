@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from bench import harness, records
 from bench.harness import Measured, Options, Plan
 from bench.registry import find, unit
-from bench.report.tables import duration, size
+from bench.report.tables import duration, markdown, size
 
 
 class Suite:
@@ -69,7 +69,7 @@ class Suite:
 
 
 def ratio_table(found: Sequence[Measured], base: str, unit: str) -> str:
-    """Medians, and ratios with their spread, as plain text."""
+    """Medians, and ratios with their spread."""
     text = duration if unit == "seconds" else size
     lines = [["case", "candidate", "median", "p10 to p90", f"{base} / it", "p10 to p90"]]
     for each in found:
@@ -81,6 +81,4 @@ def ratio_table(found: Sequence[Measured], base: str, unit: str) -> str:
                 ratio = harness.ratios(samples, each.samples[base])
                 line += [f"{ratio['median']:.2f}", f"{ratio['p10']:.2f} to {ratio['p90']:.2f}"]
             lines.append([*line, *[""] * (len(lines[0]) - len(line))])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    layout = "  ".join(f"{{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths))
-    return "\n".join(layout.format(*line).rstrip() for line in lines)
+    return markdown(lines[0], lines[1:])
