@@ -9,14 +9,12 @@ from math import ceil
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pipekernels.kernels.config import SLAB_BLOCKS, Blocks, Config
-from pipekernels.kernels.grouped_gemm import grouped_gradient_kernel, grouped_kernel
 from pipekernels.kernels.layout import has_rows, signature
 from pipekernels.kernels.sharded_gemm import gemm_kernel
 from pipekernels.kernels.slab_gemm import slab_kernel
@@ -131,70 +129,6 @@ def launch_slabs(product: Product, slabs: int, *, generation: int) -> None:
             *a_strides, *b_strides, *out.stride(), 0 if bias is None else bias.stride(0),
             BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, A_VIA=a_via, B_VIA=b_via,
             OUT=DTYPES[out.dtype], PRECISION=PRECISIONS.get(product.kind, "ieee"), SLABS=slabs,
-            num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
-        )  # fmt: skip
-        _loaded.add(kernel)
-
-
-class GroupedProduct(NamedTuple):
-    """``out = x weight[e]^T + bias[e]`` for the rows of each group e, on one device.
-
-    Attributes:
-        kind: of the operands, see :data:`pipekernels.kernels.config.KINDS`.
-        x, weight, out: [T, K], [E, N, K] and [T, N], any strides.
-        ends: int32 [E]; the rows of group e end before row ``ends[e]``.
-        bias: [E, N].
-    """
-
-    kind: str
-    x: Tensor
-    weight: Tensor
-    out: Tensor
-    ends: Tensor
-    bias: Tensor | None = None
-
-
-def launch_groups(product: GroupedProduct) -> None:
-    """Launch the kernel of :mod:`pipekernels.kernels.grouped_gemm` on the current stream and
-    device. T, N and K must be positive."""
-    kind, x, weight, out, ends, bias = product
-    blocks = SLAB_BLOCKS[kind]
-    groups, n, k = weight.shape
-    x_via, _, x_strides = _access(x, (blocks.m, blocks.k), False)
-    w_via, _, w_strides = _access(weight[0], (blocks.n, blocks.k), False)
-    # Each group may have one tile that is not full.
-    tiles = (len(x) // blocks.m + groups) * ceil(n / blocks.n)
-    kernel = kind, *signature(product[1:])
-    with contextlib.nullcontext() if kernel in _loaded else _loading:
-        grouped_kernel[(tiles,)](
-            x, weight, bias, ends, out, n, k, groups,
-            *x_strides, weight.stride(0), *w_strides, *out.stride(),
-            *((0, 0) if bias is None else bias.stride()),
-            BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k,
-            GROUPS=triton.next_power_of_2(groups), X_VIA=x_via, W_VIA=w_via, OUT=DTYPES[out.dtype],
-            PRECISION=PRECISIONS.get(kind, "ieee"),
-            num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
-        )  # fmt: skip
-        _loaded.add(kernel)
-
-
-def launch_group_gradients(product: GroupedProduct) -> None:
-    """Launch the kernel that computes ``product.weight``, the gradient of the weight, from the
-    layer's input ``product.x`` and the gradient ``product.out`` of its result."""
-    kind, x, weight, out, ends, _ = product
-    blocks = SLAB_BLOCKS[kind]
-    groups, n, k = weight.shape
-    # Rows are the inner dimension here: of a block as deep as a step of the other products.
-    rows, columns = blocks.k, blocks.m
-    dy_via, _, dy_strides = _access(out.t(), (columns, rows), False)
-    x_via, _, x_strides = _access(x.t(), (blocks.n, rows), False)
-    kernel = kind, "gradient", *signature(product[1:])
-    with contextlib.nullcontext() if kernel in _loaded else _loading:
-        grouped_gradient_kernel[(groups, ceil(n / columns) * ceil(k / blocks.n))](
-            out, x, ends, weight, n, k,
-            *dy_strides[::-1], *x_strides[::-1], *weight.stride(),
-            BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=blocks.n, DY_VIA=dy_via, X_VIA=x_via,
-            OUT=DTYPES[weight.dtype], PRECISION=PRECISIONS.get(kind, "ieee"),
             num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _loaded.add(kernel)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipekernels import _backend
 from pipekernels.local_ops.dispatch import has_derivatives, is_observed
@@ -15,22 +16,45 @@ SKINNY_ROWS = 4
 """Mean number of rows of an expert up to which reading its weight takes the most time."""
 
 
-def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[int]) -> Tensor:
-    """Multiply each group of rows by its expert's matrix.
+def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+    """Multiply each group of rows by its expert's matrix: on a GPU in one launch where torch has
+    ``grouped_mm`` for the operands, else expert by expert.
 
     Args:
         x: ``[sum(rows), k]``, sorted by experts.
         weight: ``[experts, n, k]``, perhaps a transposed view.
         bias: ``[experts, n]``.
-        rows: number of rows of each expert.
+        rows: int64 ``[experts]``, on the device of ``x``: the number of rows of each expert.
 
     Returns:
         ``[sum(rows), n]``.
 
     Backward: the gradients of ``x``, ``weight`` and ``bias``; differentiable once.
     """
-    result: Tensor = _ExpertLinear.apply(x, weight, bias, rows)
+    if x.is_cuda and takes_groups(x, weight):
+        return grouped_linear(x, weight, bias, rows)
+    result: Tensor = _ExpertLinear.apply(x, weight, bias, rows.tolist())
     return result
+
+
+def takes_groups(x: Tensor, weight: Tensor) -> bool:
+    """Whether this torch has ``grouped_mm`` and it multiplies these: rows and columns of bfloat16
+    that begin at multiples of 16 bytes."""
+    n, k = weight.shape[1:]
+    return (
+        hasattr(functional, "grouped_mm")
+        and x.dtype == weight.dtype == torch.bfloat16
+        and n % 8 == k % 8 == 0
+        and len(x) > 0
+    )
+
+
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+    """:func:`expert_linear` by ``grouped_mm``, which reads the groups' sizes on the device, so that
+    the host does not wait for them. No GPU has run it yet."""
+    multiply: Any = functional.grouped_mm
+    y: Tensor = multiply(x, weight.transpose(1, 2), offs=rows.cumsum(0, dtype=torch.int32))
+    return y if bias is None else y + bias.repeat_interleave(rows, 0, output_size=len(x))
 
 
 def skinny_expert_linear(

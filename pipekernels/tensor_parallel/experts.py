@@ -27,8 +27,6 @@ from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.local_ops.expert_linear import expert_linear, skinny_expert_linear
-from pipekernels.local_ops.grouped_gemm import grouped_gemm
-from pipekernels.local_ops.sharded_gemm import ALGORITHMS
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor, check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
 from pipekernels.tensor_parallel.functional import (
@@ -57,10 +55,6 @@ class ParallelExperts(ShardedLayer):
             (``is_concatenated`` is False). Its parameters are copied.
         comm: the communicator.
         expert_parallel: give each rank whole experts, in place of a slice of each.
-        algorithm: ``'auto'`` and ``'cublas'`` call the vendor's library for each expert,
-            ``'triton'`` launches one kernel for all, on a GPU
-            (:func:`~pipekernels.local_ops.grouped_gemm.grouped_gemm`). An attribute, which may be
-            set later.
 
     The forward takes hidden states ``[T, H]``, the chosen experts ``[T, K]`` (integers), and their
     weights ``[T, K]``, all the same on every rank, and gives ``[T, H]`` on every rank. A module
@@ -70,7 +64,7 @@ class ParallelExperts(ShardedLayer):
     Raises:
         TypeError: ``comm`` is not a communicator, or ``experts`` has hooks.
         ValueError: there are more ranks than inner features, or (``expert_parallel``) than
-            experts; the module cannot be sharded so; an unknown ``algorithm``.
+            experts; the module cannot be sharded so.
     """
 
     parameter_names: ClassVar[tuple[str, ...]] = ("down_proj",)
@@ -81,15 +75,12 @@ class ParallelExperts(ShardedLayer):
         comm: Communicator,
         *,
         expert_parallel: bool = False,
-        algorithm: str = "auto",
     ) -> None:
         super().__init__(Sharding(comm))
-        if algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
         if is_hooked(experts):
             raise TypeError(f"the experts have hooks, which would be lost; {REMEDY}")
         full = {name: p for name, p in experts._parameters.items() if p is not None}
-        self.expert_parallel, self.algorithm = expert_parallel, algorithm
+        self.expert_parallel = expert_parallel
         self.is_routed = hasattr(experts, "has_gate")
         self.first = "gate_up_proj" if "gate_up_proj" in full else "up_proj"
         self.is_transposed = full[self.first].shape[1] == full["down_proj"].shape[2]
@@ -212,9 +203,8 @@ class ParallelExperts(ShardedLayer):
         if y is None:
             order = order[torch.argsort(flat[order], stable=True)]
             counts = torch.bincount(flat[order], minlength=experts)
-            rows = counts if self.algorithm == "triton" else counts.tolist()
-            y = self._product(x[order // count], first, b1, rows)
-            y = self._product(self._activated(y), "down_proj", b2, rows)
+            y = self._product(x[order // count], first, b1, counts)
+            y = self._product(self._activated(y), "down_proj", b2, counts)
         y = y * weights.reshape(-1, 1)[order]
         pairs = y.new_zeros(tokens * count, y.shape[1]).index_copy(0, order, y)
         return pairs.view(tokens, count, -1).sum(1).to(x.dtype)
@@ -235,9 +225,7 @@ class ParallelExperts(ShardedLayer):
         weight: Tensor = self.get_parameter(name)
         return weight.transpose(1, 2) if self.is_transposed else weight
 
-    def _product(self, x: Tensor, name: str, bias: Tensor | None, rows: Any) -> Tensor:
-        if self.algorithm == "triton":
-            return grouped_gemm(x, self._matrices(name), bias, rows)
+    def _product(self, x: Tensor, name: str, bias: Tensor | None, rows: Tensor) -> Tensor:
         return expert_linear(x, self._matrices(name), bias, rows)
 
     def _skinny_product(

@@ -156,20 +156,6 @@ def test_products_by_slabs_compile_without_spills(
         assert early_uses(parse_ptx(kernel.ptx)) == [] and SERIALIZED not in kernel.report
 
 
-@pytest.mark.parametrize(
-    ("version", "case"),
-    cases(aot.group_cases()[::5], aot.group_cases(), aot.group_cases()[::5]),
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
-)
-def test_products_of_groups_compile_without_spills(
-    version: str, case: aot.GroupCase, compiling: Callable[[str], Compiled]
-) -> None:
-    kernel = built(version, case, compiling)
-    assert kernel.shared <= SHARED_MEMORY[89]
-    if case.architecture == 90 and case.kind != "float32":
-        assert early_uses(parse_ptx(kernel.ptx)) == []
-
-
 def check_asynchronous_products(case: aot.Case, kernel: aot.Kernel) -> None:
     """Nothing reads a sum before the wait for it, and products run on into the next step.
 

@@ -204,9 +204,9 @@ class Int8Experts(_Int8Layer, ParallelExperts):
         dims = super()._sharded_dims()
         return dims if self.expert_parallel else dims | {f"{self.first}_scale": 1}
 
-    def _product(self, x: Tensor, name: str, bias: Tensor | None, rows: list[int]) -> Tensor:
+    def _product(self, x: Tensor, name: str, bias: Tensor | None, rows: Tensor) -> Tensor:
         scale = self.get_parameter(f"{name}_scale")
-        return int8_expert_linear(x, self.get_parameter(name), scale, bias, rows)
+        return int8_expert_linear(x, self.get_parameter(name), scale, bias, rows.tolist())
 
     def _skinny_product(
         self, x: Tensor, name: str, bias: Tensor | None, chosen: Tensor

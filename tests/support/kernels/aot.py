@@ -62,21 +62,7 @@ class SlabCase(NamedTuple):
     layout: str  # Which of a linear layer's three products it is.
 
 
-class GroupCase(NamedTuple):
-    """One compilation of the kernels of products of groups of rows.
-
-    Attributes:
-        architecture: compute capability.
-        kind: of operands.
-        variant: ``forward``, with a bias; ``grad_input`` or ``grad_weight``.
-    """
-
-    architecture: int
-    kind: str
-    variant: str
-
-
-AnyCase = Case | SlabCase | GroupCase
+AnyCase = Case | SlabCase
 
 
 class Box(NamedTuple):
@@ -177,12 +163,6 @@ def slab_cases(version: str) -> list[SlabCase]:
     return found
 
 
-def group_cases() -> list[GroupCase]:
-    """Every kernel of products of groups."""
-    variants = ("forward", "grad_input", "grad_weight")
-    return [GroupCase(*case) for case in itertools.product((80, 90, 100), SLAB_BLOCKS, variants)]
-
-
 def one_per_configuration() -> list[Case]:
     """For each configuration one of its variants, in turn."""
     groups: dict[tuple[Any, ...], list[Case]] = {}
@@ -205,10 +185,6 @@ def build(case: AnyCase) -> Kernel | str:
         with contextlib.redirect_stdout(log):
             if isinstance(case, SlabCase):
                 (kernel,) = compiled(case.architecture, lambda: _launch_slabs(case), "slab_kernel")
-            elif isinstance(case, GroupCase):
-                gradient = "_gradient" if case.variant == "grad_weight" else ""
-                name = f"grouped{gradient}_kernel"
-                (kernel,) = compiled(case.architecture, lambda: _launch_groups(case), name)
             else:
                 (kernel,) = compiled(case.architecture, lambda: _launch(case))
     except Exception as error:  # noqa: BLE001
@@ -288,24 +264,6 @@ def _launch_slabs(case: SlabCase) -> None:
     bias = torch.empty(n, dtype=dtype) if case.slabs == 1 else None
     product = Product(case.kind, a, b, out, bias)
     launch_slabs(product, case.slabs, generation=case.architecture)
-
-
-def _launch_groups(case: GroupCase) -> None:
-    from pipekernels.kernels.launch import GroupedProduct, launch_group_gradients, launch_groups
-
-    dtype = dtype_of(case.kind)
-    x, weight, out = (
-        torch.empty(*shape, dtype=dtype) for shape in ((99, 64), (5, 48, 64), (99, 48))
-    )
-    ends = torch.empty(5, dtype=torch.int32)
-    if case.variant == "forward":
-        launch_groups(
-            GroupedProduct(case.kind, x, weight, out, ends, torch.empty_like(weight[..., 0]))
-        )
-    elif case.variant == "grad_input":
-        launch_groups(GroupedProduct(case.kind, out, weight.transpose(1, 2), x, ends))
-    else:
-        launch_group_gradients(GroupedProduct(case.kind, x, weight, out, ends))
 
 
 def _disassembled(cubin: bytes) -> str:

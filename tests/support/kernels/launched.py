@@ -114,11 +114,6 @@ def test_products_by_slabs(case: aot.SlabCase) -> None:
     assert launched(case.architecture, body) == (1, 2 if by_maps else 0)
 
 
-@pytest.mark.parametrize(("case",), levels(aot.group_cases()[::17], aot.group_cases()), ids=str)
-def test_products_of_groups(case: aot.GroupCase) -> None:
-    assert launched(case.architecture, lambda: aot._launch_groups(case)) == (1, 0)
-
-
 SMALL = Config(Blocks(16, 32, 32, 4, 2))
 
 

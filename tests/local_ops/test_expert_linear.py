@@ -1,0 +1,59 @@
+"""Products of groups of rows by ``grouped_mm``, which also runs on CPUs, against the loop over the
+experts."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.error_bounds import gamma
+from torch import Tensor
+from torch.nn import functional
+
+from pipekernels.local_ops.expert_linear import expert_linear, grouped_linear, takes_groups
+
+has_grouped_mm = pytest.mark.skipif(
+    not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm"
+)
+
+
+@has_grouped_mm
+@pytest.mark.parametrize("counts", [(3, 0, 70, 1), (0, 0, 13), (5,)])
+@pytest.mark.parametrize("is_biased", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_values_and_gradients(counts: tuple[int, ...], is_biased: bool, transposed: bool) -> None:
+    torch.manual_seed(0)
+    n, k, rows = 24, 40, torch.tensor(counts)
+    x, weight = torch.randn(sum(counts), k), torch.randn(len(counts), n, k)
+    if transposed:
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    operands = [x, weight] + [torch.randn(len(counts), n)] * is_biased
+    operands, grad = [t.bfloat16() for t in operands], torch.randn(sum(counts), n).bfloat16()
+    assert takes_groups(*operands[:2])
+
+    def results(product: Any, cast: torch.dtype, magnitudes: bool = False) -> list[Tensor]:
+        *leaves, dy = (t.to(cast) for t in (*operands, grad))
+        if magnitudes:
+            *leaves, dy = (t.abs() for t in (*leaves, dy))
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        y = product(*leaves, *([] if is_biased else [None]), rows)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    found = results(grouped_linear, torch.bfloat16)
+    exact = results(expert_linear, torch.float64)
+    sizes = results(expert_linear, torch.float64, magnitudes=True)
+    unit = torch.finfo(torch.bfloat16).eps / 2
+    # The product and its sum with a bias are rounded; a bias's gradient is summed in bfloat16.
+    bounds = [gamma(2, unit)] * 3 + [gamma(max(counts), unit)]
+    for value, right, size, bound in zip(found, exact, sizes, bounds[: len(found)], strict=True):
+        assert value.shape == right.shape
+        limit = (bound + gamma(max(n, k, *counts), 2**-24)) * size
+        assert ((value.double() - right).abs() <= limit).all()
+
+
+@has_grouped_mm
+def test_operands_that_it_does_not_take() -> None:
+    x, weight = torch.ones(4, 16).bfloat16(), torch.ones(3, 8, 16).bfloat16()
+    assert takes_groups(x, weight)
+    assert not takes_groups(x.float(), weight.float()) and not takes_groups(x.half(), weight.half())
+    assert not takes_groups(x[:0], weight)
+    assert not takes_groups(x, weight[:, :7]) and not takes_groups(x[:, :9], weight[..., :9])
