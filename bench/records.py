@@ -8,15 +8,16 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipekernels import _cache
-from pipekernels.comm.all_reduce_limits import cpu_model
+from pipekernels.cli import cpu_model
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -57,7 +58,12 @@ def _gpu() -> dict[str, Any]:
 def machine_name(described: Mapping[str, Any]) -> str:
     """Folder name for a machine's results: its GPU, else its CPU and number of cores."""
     name = described.get("gpu") or f"{described['cpu']} {described['cores']}c"
-    return _cache.slug(name)
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def now() -> str:
+    """The current date and time, as text."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def results_folder() -> Path:
@@ -105,7 +111,7 @@ def save(name: str, rows: Sequence[Mapping[str, Any]], conditions: Mapping[str, 
     path = folder / f"{name}.json"
     record = {
         "name": name,
-        "date": _cache.now(),
+        "date": now(),
         "commit": commit(),
         "machine": machine(),
         "conditions": dict(conditions),

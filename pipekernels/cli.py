@@ -1,25 +1,22 @@
-"""The ``pipekernels`` command: reports what is installed and what is missing; tunes."""
+"""The ``pipekernels`` command: reports what is installed and what is missing."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
 import importlib.util
-import math
 import os
 import platform
+import re
 import sys
 import warnings
 from collections import Counter
+from pathlib import Path
 
 import torch
 
 from pipekernels import _backend
 from pipekernels._version import __version__
-from pipekernels.comm import all_reduce_limits
-from pipekernels.comm.all_reduce_limits import cpu_model
-from pipekernels.kernels.config import KINDS
-from pipekernels.local_ops import gemm_tuning
 from pipekernels.local_ops.gemm_choice import TRITON_REMEDY, has_triton
 
 
@@ -46,7 +43,6 @@ def info() -> str:
     rows.append(("CPU", f"{cores} cores, {threads} intra-op threads"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        rows.append(("all_reduce", _limits()))
         rows += _gpus()
     has_gpus = torch.cuda.is_available()
     if has_gpus and not has_triton():
@@ -66,6 +62,20 @@ def info() -> str:
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     lines += [f"\n! {text}" for text in missing]
     return "\n".join([*lines, "\nFor bug reports:", _in_one_line(built)])
+
+
+def cpu_model() -> str:
+    """The processor's name, with family and model if known: virtual machines may give processors of
+    several generations the same name."""
+    try:
+        processor = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        processor = ""
+    fields = dict(re.findall(r"^([^:\n]*?)\s*:[ \t]*(.*?)\s*$", processor, re.MULTILINE))
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" not in fields:
+        return str(name)
+    return f"{name} (family {fields['cpu family']}, model {fields.get('model')})"
 
 
 def _in_one_line(built: dict[str, str | bool]) -> str:
@@ -104,13 +114,6 @@ def _triton() -> str:
         return "a nightly build"
 
 
-def _limits() -> str:
-    measured = all_reduce_limits.load()
-    if measured is None:
-        return "built-in limits for 'auto' (`pipekernels tune` measures those of this machine)"
-    return f"limits for 'auto' measured on {measured.date} ({all_reduce_limits.path()})"
-
-
 def _gpu_indices() -> range:
     return range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
@@ -123,24 +126,7 @@ def _gpus() -> list[tuple[str, str]]:
         device = torch.cuda.get_device_properties(index)
         architecture, memory = f"sm_{device.major}{device.minor}", device.total_memory / 2**30
         rows.append((f"GPU {index}", f"{device.name}, {architecture}, {memory:.0f} GiB"))
-        rows.append(("sharded GEMM", gemm_tuning.describe(device.name)))
     return rows
-
-
-def tune(*, quick: bool = False, seconds: float = 120.0, kind: str = "bfloat16") -> str:
-    """Measure this machine, save the results for later runs, and return a report."""
-    from pipekernels.comm import measure
-
-    measured = measure.measure_limits(quick=quick)
-    lines = [f"all_reduce(algorithm='auto') on {cpu_model()}, {os.cpu_count()} cores:"]
-    lines += [
-        f"  {world_size} ranks: one_shot up to {limit} bytes, two_shot above"
-        for world_size, limit in measured.one_shot_bytes.items()
-    ]
-    lines.append(f"written to {all_reduce_limits.save(measured)}")
-    if torch.cuda.is_available():
-        lines += gemm_tuning.tune(10.0 if quick else seconds, kind)
-    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -172,24 +158,5 @@ def _answer(arguments: list[str] | None) -> str:
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("run", help="torchrun, with each rank bound to its share of the cores")
     commands.add_parser("info", help="versions, what was built, devices, and what is missing")
-    tuning = commands.add_parser(
-        "tune",
-        help="measure which algorithms 'auto' should use on this machine: of all_reduce, in a few "
-        "seconds, and on a GPU of the sharded GEMM",
-    )
-    tuning.add_argument("--quick", action="store_true", help="fewer calls, less precise")
-    tuning.add_argument(
-        "--seconds", type=float, default=120.0, help="for products on a GPU (default: 120)"
-    )
-    tuning.add_argument(
-        "--kind", choices=KINDS, default="bfloat16", help="of these products (default: bfloat16)"
-    )
     parsed = parser.parse_args(arguments)
-    if parsed.command == "tune":
-        if not 0 < parsed.seconds < math.inf:
-            tuning.error(f"--seconds must be a positive, finite number, got {parsed.seconds}")
-        try:
-            return tune(quick=parsed.quick, seconds=parsed.seconds, kind=parsed.kind)
-        except OSError as error:  # TimeoutError is one.
-            tuning.error(str(error))
     return parser.format_help().rstrip() if parsed.command is None else info()

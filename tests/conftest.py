@@ -20,7 +20,6 @@ from support import pipes
 from support.ranks import run_in_group, run_processes
 
 from pipekernels import _backend
-from pipekernels.kernels import table
 
 # Several ranks share one GPU: each of their streams needs a hardware queue of its own. CUDA reads
 # this once, when it initializes.
@@ -116,15 +115,6 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache folder; tables cached in memory are dropped before and after the test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    read = table.for_gpu  # A test may replace it.
-    read.cache_clear()
-    yield tmp_path
-    read.cache_clear()
-
-
 @pytest.fixture
 def run_group(tmp_path: Path) -> Callable[..., list[Any]]:
     """Runs ``body(rank, *args)`` on processes; their default group's backend is ``pipekernels``."""

@@ -4,13 +4,12 @@ does; what is logged is logged once."""
 import logging
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from support.programs import python
 
-from pipekernels import _backend, _cache, _log
+from pipekernels import _backend, _log
 
 PROGRAM = """
 import logging
@@ -77,21 +76,6 @@ def test_the_same_message_is_logged_once(
         for gpu in (0, 1, 0):
             _log.info_once(logger, "GPU %s", gpu)
     assert caplog.messages == ["GPU 0", "GPU 1"]
-
-
-def test_a_cache_file_that_is_not_used_is_logged(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    (tmp_path / "file.json").write_text("{")
-    with pytest.warns(RuntimeWarning, match="is not used"):
-        assert _cache.read(tmp_path / "file.json", 1, dict) is None
-    assert len(caplog.messages) == 1 and "is not used" in caplog.messages[0]
-    with caplog.at_level(logging.DEBUG, "pipekernels"):
-        assert _cache.read(tmp_path / "none.json", 1, dict) is None
-        _cache.write(tmp_path / "file.json", 1, {"a": 2})
-        assert _cache.read(tmp_path / "file.json", 1, dict) == {"format": 1, "a": 2}
-    found = [text.rpartition("json ")[2] for text in caplog.messages[1:]]
-    assert found == ["does not exist", "is used"]
 
 
 @pytest.mark.parametrize("cuda", [False, True])

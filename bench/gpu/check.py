@@ -1,7 +1,7 @@
 """``make gpu-check``: builds for the local GPU, then tests, measures and checks, in 8 minutes.
 
-After the build some tests tell within a minute what works at all. All
-tests marked ``cuda`` are next; beside them, on idle cores, the tuner's candidates are compiled.
+After the build some tests tell within a minute what works at all. All tests marked ``cuda`` are
+next.
 Benchmarks then have the machine for themselves, and compute-sanitizer, the slowest, comes last:
 what it finds is shown, and fails nothing.
 
@@ -15,7 +15,6 @@ Results go to ``$OUT``, or else ``bench/results/<gpu>``, in at most eight files:
 
 * ``gpu_check.log``: all output, with the summary at the end.
 * ``gpu.NAME.json``: the results of a benchmark, up to where it may have been stopped.
-* ``<gpu>.json``: the tuner's measurements, to be shipped in ``pipekernels/kernels/tables``.
 """
 
 from __future__ import annotations
@@ -278,12 +277,9 @@ class Check:
         self._keep(tested(run_step("smoke", command, {}, self._deadline("smoke")), must_run=True))
 
     def tests(self) -> None:
-        """The tests, several at a time, but one of those that start ranks; and beside them the
-        compilation of the tuner's candidates."""
-        candidates = [*PYTHON, "-m", "bench.gpu.precompile", self._architecture, str(self._sms)]
+        """The tests, several at a time, but one of those that start ranks."""
         files = cuda_files()
         if self._dry:  # For hours, on few cores; and files enough to see that they run.
-            candidates = [*PYTHON, "-c", f"print('not in a dry run'); exit({SKIPPED})"]
             files = FIRST
         commands = {
             name: pytest_command(TEST_SECONDS, ["-m", marked, *apart(together), *files])
@@ -291,11 +287,9 @@ class Check:
         }
         deadline = self._deadline("tests")
         with ThreadPoolExecutor() as pool:
-            compiling = pool.submit(run_step, "tuner's kernels", candidates, {}, deadline)
             running = [pool.submit(run_step, *each, {}, deadline) for each in commands.items()]
             for each in running:
                 self._keep(tested(each.result(), must_run=not self._dry))
-        self._keep(compiling.result())
 
     def sanitizers(self) -> None:
         """compute-sanitizer, all runs at the same time."""

@@ -4,27 +4,25 @@ Products: forward, the gradients of input and weight of o_proj (k = hidden / deg
 (k = inner / degree), by ``ops.sharded_gemm``. Device time; copies of the operands that exceed the
 L2 cache are used in turn. Errors are relative to float64, in the norm, of sampled rows and columns.
 
-First the tuner measures for a while, so that ``auto`` has measurements of this GPU. Its table is
-saved beside the results, under its name in ``pipekernels/kernels/tables``.
+``pipekernels.local_ops.gemm_choice.FASTER`` has the products of these results that Triton wins.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench import records
 from bench.harness import Options, Turns
 from bench.report.tables import duration
 from bench.timing import sampler
 from pipekernels import ops
-from pipekernels.kernels import table as tables
 from pipekernels.local_ops.gemm_choice import has_triton
 
 MODELS = {"Llama-7B": (4096, 11008), "Llama-70B": (8192, 28672)}  # hidden and inner features
@@ -36,7 +34,7 @@ ALGORITHMS = ("auto", "triton", "cublas")
 CACHED = 128 << 20  # bytes of operands that no cache holds
 COPIES = 64  # of the operands, at most
 SAMPLED = 64  # rows and columns whose errors are computed
-TUNING = 0.5  # of the time there is
+LAUNCHES = 100
 
 
 class Product(NamedTuple):
@@ -163,22 +161,14 @@ def errors(a: Tensor, b: Tensor, algorithms: list[str]) -> dict[str, float]:
 
 
 def before(options: Options) -> list[dict[str, Any]]:
-    """Measure this GPU for a while; saves the tuner's table in the cache and with the results."""
-    from pipekernels.kernels import tuner
-    from pipekernels.local_ops.gemm_tuning import by_library
-
-    if options.device.type != "cuda" or not has_triton() or options.quick:
+    """The host's time for a launch, without which no product is done."""
+    if options.device.type != "cuda" or not has_triton():
         return []
-    shapes = itertools.chain.from_iterable(
-        tuner.row_parallel_shapes([tokens], [degree])
-        for degree, tokens in by_importance(DEGREES, TOKENS)
-    )
-    report = functools.partial(print, flush=True)
-    found = tuner.measure(shapes, by_library, seconds=TUNING * options.seconds, report=report)
-    path = tables.save(found)
-    folder = records.results_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{records.machine_name({'gpu': found.gpu})}.json").write_text(path.read_text())
-    faster = sum(entry.wins for entry in found.entries.values())
-    note = f"Tuned: {len(found.entries)} shapes, for {faster} of them Triton is taken; a launch "
-    return [{"note": f"{note}takes {duration(found.launch_seconds)}."}]
+    x, weight = (torch.randn(rows, 128, device=options.device, dtype=KIND) for rows in (16, 64))
+    samples = []
+    for _ in range(LAUNCHES):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        ops.sharded_gemm(x, weight, algorithm="triton")
+        samples.append(time.perf_counter() - begin)
+    return [{"note": f"A launch takes {duration(statistics.median(samples))}."}]

@@ -70,7 +70,6 @@ def pipekernels(rank: int, ranks: int, folder: Path) -> System:
     import torch
 
     import pipekernels
-    from pipekernels.comm import all_reduce_limits
 
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(folder / "store"), ranks)
@@ -90,9 +89,7 @@ def pipekernels(rank: int, ranks: int, folder: Path) -> System:
                 found[name] = Candidate(buffer, partial(communicator.all_reduce, tensor, **options))
         return found
 
-    tuned = "tuned" if all_reduce_limits.load() else "not tuned"
-    version = f"{pipekernels.__version__}, {tuned}"
-    return System(rank, version, candidates, communicator.close)
+    return System(rank, pipekernels.__version__, candidates, communicator.close)
 
 
 def gloo(rank: int, ranks: int, folder: Path) -> System:

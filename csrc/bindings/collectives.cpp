@@ -261,7 +261,7 @@ void bind_collectives(py::module_& m) {
   m.def("open_pidfd", &open_pidfd);
 
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
-      .def_static("create", &Segment::create, py::arg("world_size"), py::arg("one_shot_bytes") = 0)
+      .def_static("create", &Segment::create, py::arg("world_size"))
       .def(py::init([](int fd, int world_size) {
              const NoGil no_gil;  // Not a call_guard: pybind11 registers the object in the call.
              return Segment::map(fd, world_size);
@@ -287,10 +287,9 @@ void bind_collectives(py::module_& m) {
                                                    &GilUntilRelease::release);
            }),
            py::arg("segment").none(false), py::arg("rank"), py::arg("pidfds"), py::arg("timeout"))
-      .def_property_readonly("one_shot_bytes", &Communicator::one_shot_bytes)
       .def("choose_algorithm",
            [](const Communicator& communicator, size_t bytes) {
-             return name_of(choose_algorithm(bytes, communicator));
+             return name_of(choose_algorithm(bytes, communicator.world_size()));
            })
       .def("allocate",
            [](const Communicator& communicator, std::vector<int64_t> sizes, int dtype) {

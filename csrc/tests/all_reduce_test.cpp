@@ -211,7 +211,7 @@ void test_write_prefetch() {
     CHECK(!write_prefetch_pays(vendor));
   }
   for (int prefetching = 0; prefetching < 4; ++prefetching) {  // A bit for each rank.
-    const int fd = Segment::create(2, 4096);
+    const int fd = Segment::create(2);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < 2; ++rank) {
       threads.emplace_back([&, rank] {
@@ -232,35 +232,14 @@ void test_write_prefetch() {
   }
 }
 
-// There is a default limit between one_shot and two_shot, and a measured limit is exact.
+// one_shot is up to 2 KiB of few ranks, and up to 16 KiB of more.
 void test_choice() {
-  for (const size_t measured : {size_t{0}, size_t{5000}}) {
-    const int fd = Segment::create(2, measured);
-    const auto communicator = join(fd, 2, 0, {-1, -1}, Seconds(30));
-    close(fd);
-    const auto choose = [&](size_t bytes) { return choose_algorithm(bytes, *communicator); };
-    CHECK(choose(1) == Algorithm::kOneShot && choose(1 << 20) == Algorithm::kTwoShot);
-    if (measured == 0) continue;
-    CHECK(choose(measured) == Algorithm::kOneShot);
-    CHECK(choose(measured + 1) == Algorithm::kTwoShot);
+  for (const int ranks : {2, 4, 5, 64}) {
+    const size_t limit = ranks <= 4 ? 2048 : 16384;
+    CHECK(choose_algorithm(1, ranks) == Algorithm::kOneShot);
+    CHECK(choose_algorithm(limit, ranks) == Algorithm::kOneShot);
+    CHECK(choose_algorithm(limit + 1, ranks) == Algorithm::kTwoShot);
   }
-}
-
-// A measured limit may exceed the size of the staging.
-void test_large_limit() {
-  constexpr size_t kCount = 1000000;
-  const int fd = Segment::create(2, size_t{1} << 30);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < 2; ++rank) {
-    threads.emplace_back([&, rank] {
-      const auto communicator = join(fd, 2, rank, {-1, -1}, Seconds(30));  // As for processes.
-      Bytes data = values(DType::kFloat32, kCount, 5, rank);
-      all_reduce(*communicator, data.data(), kCount, DType::kFloat32, Reduction::kSum, {});
-      CHECK(data == reduced(DType::kFloat32, kCount, 5, 2, Reduction::kSum));
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  close(fd);
 }
 
 void test_close(Communicator& communicator, bool abort) {
@@ -400,7 +379,6 @@ int main(int argc, char** argv) {
   test_wrap();
   test_write_prefetch();
   test_choice();
-  test_large_limit();
   test_forked_child();
   return 0;
 }

@@ -88,9 +88,8 @@ class Collectives:
             algorithm: ``'one_shot'``: every rank reads all tensors (for small tensors).
                 ``'two_shot'``: every rank reduces its slice and collects those of its peers (for
                 large ones). ``'ring'``: chunks travel from neighbour to neighbour. ``'auto'``: one
-                of the first two, by the size limit that ``pipekernels tune`` has measured on the
-                machine, or a built-in one; a few ranks also use ``two_shot`` below it if all
-                tensors are symmetric. The result does not depend on the algorithm. Ignored over
+                of the first two, by size; a few ranks also use ``two_shot`` for small tensors if
+                all are symmetric. The result does not depend on the algorithm. Ignored over
                 several hosts.
             order: in which sums and averages of floating-point types are added. ``'rank'``:
                 ``((x0 + x1) + x2) + x3``. ``'tree'``: ``(x0 + x1) + (x2 + x3)``, a binary tree in

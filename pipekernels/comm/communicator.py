@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pipekernels import _backend
 from pipekernels._arguments import check_integer
-from pipekernels.comm import all_reduce_limits, messages
+from pipekernels.comm import messages
 from pipekernels.comm.backend import CpuBackend, DeviceBackend
 from pipekernels.comm.collectives import Collectives
 from pipekernels.comm.cuda import DEFAULT_BLOCKS, CudaBackend, check_blocks
@@ -211,7 +211,7 @@ class Communicator(Collectives):
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         module = _load()
-        fd = module.Segment.create(world_size, all_reduce_limits.one_shot_bytes(world_size))
+        fd = module.Segment.create(world_size)
         try:
             segment = module.Segment(fd, world_size)
         finally:

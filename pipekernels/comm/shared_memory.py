@@ -38,8 +38,7 @@ class _AlgorithmLog:
         why = "as the caller asks"
         if algorithm == "auto":
             algorithm = self._core.choose_algorithm(size)
-            limit = self._core.one_shot_bytes
-            why = f"as measured, limit {limit} bytes" if limit else "by the built-in limit"
+            why = "by size"
         key = (algorithm, tensor.dtype, size.bit_length())
         if key not in self._known:
             self._known.add(key)

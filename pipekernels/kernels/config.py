@@ -1,20 +1,16 @@
-"""The configurations of the sharded GEMM, and a rough estimate of which is best.
+"""The configurations of the sharded GEMM: one for each generation of GPUs, kind and class of rows.
 
 Nothing here imports triton. Only a configuration's ``blocks`` are compile-time constants, so the
-kernel is compiled for the entries of the tables below only. Tests check that every entry fits in
-shared memory and spills no registers; :mod:`pipekernels.kernels.tuner` measures their speed.
+kernel is compiled for the entries of the table below only. Tests check that every entry fits in
+shared memory and spills no registers.
 
 Sums of float8 products: the tensor cores of Hopper and Ada keep fewer bits in them than float32
 has. So after at most 128 products they are added to a sum in float32 (``promote``). Hopper's
-products run by themselves, and where sums are promoted after every step, each step waits for its
-own. Where they are promoted after every second, products run on through the other steps. Loops of
-such blocks are not flattened: Triton would read the sums before the wait for them, and ptxas run
-one product at a time.
+products run by themselves; there sums are promoted after every step, which waits for its own.
 """
 
 from __future__ import annotations
 
-import itertools
 from math import ceil
 from typing import NamedTuple
 
@@ -33,10 +29,6 @@ class Blocks(NamedTuple):
         stages: steps along k in flight.
         parts: in how many parts a tile is stored, a power of two; more of them take fewer registers
             and less shared memory.
-        flatten: make tiles and their steps one loop, so that a tile's loads begin during the tile
-            before it. No effect on tiles that are shared (split-K).
-        specialize: give loads, products and stores their own warps, where ``flatten`` has an
-            effect. More warps then run than ``warps``.
         promote: after how many steps the sum in the tensor cores is added to one in float32; 0 if
             the tensor cores keep it.
     """
@@ -47,8 +39,6 @@ class Blocks(NamedTuple):
     warps: int
     stages: int
     parts: int = 1
-    flatten: bool = True
-    specialize: bool = False
     promote: int = 0
 
 
@@ -66,113 +56,84 @@ class Config(NamedTuple):
     split_k: int = 1
 
 
-class Choice(NamedTuple):
-    """The blocks to choose from for a generation of GPUs and a kind.
+class Tiles(NamedTuple):
+    """The blocks of a generation of GPUs and a kind, by the rows of C.
 
     Attributes:
-        full_tile: for tiles computed by one program.
-        split_k: for tiles computed by several programs.
+        few: up to :data:`FEW_ROWS`; several programs may share a tile.
+        middle: up to :data:`MIDDLE_ROWS`.
+        many: for more.
         unaligned: for operands that are not aligned and are read element by element.
-        measured_only: other ways to compute the tiles of ``full_tile``, which only a measurement
-            chooses.
     """
 
-    full_tile: tuple[Blocks, ...]
-    split_k: tuple[Blocks, ...]
+    few: Blocks
+    middle: Blocks
+    many: Blocks
     unaligned: Blocks = Blocks(64, 64, 32, 4, 2)
-    measured_only: tuple[Blocks, ...] = ()
 
 
-BLOCKS: dict[tuple[int, str], Choice] = {
-    (80, "bfloat16"): Choice(
-        full_tile=(
-            Blocks(128, 256, 32, 8, 3, parts=2),
-            Blocks(128, 128, 32, 4, 4, parts=2),
-            Blocks(64, 64, 64, 4, 4),
-        ),
-        split_k=(Blocks(16, 64, 128, 4, 4), Blocks(64, 64, 64, 4, 4)),
-        measured_only=(Blocks(128, 256, 32, 8, 3, parts=2, flatten=False),),
+FEW_ROWS, MIDDLE_ROWS = 16, 1024
+LEAST_STEPS = 8  # Along k, of a program that shares its tile.
+
+# Those of bfloat16 for 90 are the fastest in most classes of rows that an H200 has measured; all
+# others are estimates.
+TILES: dict[tuple[int, str], Tiles] = {
+    (80, "bfloat16"): Tiles(
+        few=Blocks(16, 64, 128, 4, 4),
+        middle=Blocks(128, 128, 32, 4, 4, parts=2),
+        many=Blocks(128, 256, 32, 8, 3, parts=2),
     ),
-    (80, "tfloat32"): Choice(
-        full_tile=(Blocks(128, 128, 32, 8, 3), Blocks(64, 64, 32, 4, 4)),
-        split_k=(Blocks(16, 64, 64, 4, 3),),
+    (80, "tfloat32"): Tiles(
+        few=Blocks(16, 64, 64, 4, 3),
+        middle=Blocks(64, 64, 32, 4, 4),
+        many=Blocks(128, 128, 32, 8, 3),
     ),
-    (80, "float8_e4m3fn"): Choice(
+    (80, "float8_e4m3fn"): Tiles(
         # Triton makes a product and an addition after every step one instruction here.
-        full_tile=(Blocks(128, 128, 64, 8, 3, promote=2),),
-        split_k=(Blocks(16, 64, 64, 4, 6, promote=2),),
+        few=Blocks(16, 64, 64, 4, 6, promote=2),
+        middle=Blocks(128, 128, 64, 8, 3, promote=2),
+        many=Blocks(128, 128, 64, 8, 3, promote=2),
         unaligned=Blocks(64, 64, 32, 4, 2, promote=4),
     ),
-    (90, "bfloat16"): Choice(
-        full_tile=(
-            Blocks(128, 256, 64, 8, 3, parts=2),
-            Blocks(256, 128, 64, 8, 3, parts=2),
-            Blocks(128, 128, 64, 8, 4),
-            Blocks(128, 128, 64, 4, 3, parts=2),
-            Blocks(64, 256, 64, 8, 4),
-            Blocks(64, 256, 64, 4, 2, parts=2),
-            Blocks(64, 128, 64, 4, 5),
-            Blocks(32, 64, 128, 4, 4),
-            Blocks(16, 64, 128, 4, 4),
-            Blocks(16, 32, 128, 4, 6),
-        ),
-        split_k=(
-            Blocks(16, 64, 128, 4, 4),
-            Blocks(16, 128, 128, 4, 4),
-            Blocks(64, 64, 128, 4, 4),
-            Blocks(64, 128, 64, 4, 5),
-            Blocks(128, 128, 64, 8, 4),
-            Blocks(128, 256, 64, 8, 3, parts=2),
-        ),
-        measured_only=(
-            Blocks(128, 256, 64, 8, 4, parts=4),
-            Blocks(256, 128, 64, 8, 4, parts=4),
-            Blocks(128, 256, 64, 8, 3, parts=2, flatten=False),
-            Blocks(128, 128, 64, 8, 4, flatten=False),
-        ),
+    (90, "bfloat16"): Tiles(
+        few=Blocks(16, 128, 128, 4, 4),
+        middle=Blocks(128, 128, 64, 8, 4),
+        many=Blocks(128, 256, 64, 8, 3, parts=2),
     ),
-    (90, "tfloat32"): Choice(
-        full_tile=(Blocks(128, 128, 32, 8, 3), Blocks(64, 128, 32, 4, 4)),
-        split_k=(Blocks(16, 64, 64, 4, 4),),
+    (90, "tfloat32"): Tiles(
+        few=Blocks(16, 64, 64, 4, 4),
+        middle=Blocks(64, 128, 32, 4, 4),
+        many=Blocks(128, 128, 32, 8, 3),
     ),
-    (90, "float8_e4m3fn"): Choice(
+    (90, "float8_e4m3fn"): Tiles(
         # Tiles of 16 rows are multiplied in float16, whose sums are in float32.
-        full_tile=(Blocks(128, 128, 128, 8, 4, promote=1), Blocks(64, 256, 128, 8, 4, promote=1)),
-        split_k=(Blocks(16, 64, 256, 4, 4), Blocks(64, 64, 128, 4, 4, promote=1)),
+        few=Blocks(16, 64, 256, 4, 4),
+        middle=Blocks(128, 128, 128, 8, 4, promote=1),
+        many=Blocks(128, 128, 128, 8, 4, promote=1),
         unaligned=Blocks(64, 64, 32, 8, 2, promote=1),
-        measured_only=(
-            Blocks(128, 128, 64, 8, 6, flatten=False, promote=2),
-            Blocks(64, 256, 64, 8, 6, flatten=False, promote=2),
-        ),
     ),
-    (100, "bfloat16"): Choice(
-        full_tile=(
-            Blocks(128, 256, 64, 8, 3, parts=2),
-            Blocks(128, 128, 64, 8, 4),
-            Blocks(64, 128, 64, 4, 4),
-        ),
-        split_k=(Blocks(16, 64, 128, 4, 4), Blocks(64, 64, 64, 4, 4)),
-        measured_only=(
-            Blocks(128, 256, 64, 8, 4, parts=4),
-            Blocks(128, 256, 64, 8, 3, parts=2, specialize=True),
-            Blocks(128, 128, 64, 8, 4, specialize=True),
-        ),
+    (100, "bfloat16"): Tiles(
+        few=Blocks(16, 64, 128, 4, 4),
+        middle=Blocks(128, 128, 64, 8, 4),
+        many=Blocks(128, 256, 64, 8, 3, parts=2),
     ),
-    (100, "tfloat32"): Choice(
-        full_tile=(Blocks(128, 128, 32, 8, 3),),
-        split_k=(Blocks(16, 64, 64, 4, 4),),
+    (100, "tfloat32"): Tiles(
+        few=Blocks(16, 64, 64, 4, 4),
+        middle=Blocks(128, 128, 32, 8, 3),
+        many=Blocks(128, 128, 32, 8, 3),
     ),
-    (100, "float8_e4m3fn"): Choice(
-        full_tile=(Blocks(128, 128, 128, 8, 4), Blocks(64, 128, 128, 4, 4)),
-        split_k=(Blocks(16, 64, 256, 4, 4), Blocks(64, 64, 128, 4, 4)),
-        measured_only=(Blocks(128, 128, 128, 8, 4, specialize=True),),
+    (100, "float8_e4m3fn"): Tiles(
+        few=Blocks(16, 64, 256, 4, 4),
+        middle=Blocks(64, 128, 128, 4, 4),
+        many=Blocks(128, 128, 128, 8, 4),
     ),
 }
 for _generation, _stages in ((80, 2), (90, 3), (100, 3)):
-    BLOCKS[_generation, "float16"] = BLOCKS[_generation, "bfloat16"]
-    BLOCKS[_generation, "float32"] = Choice(
-        full_tile=(Blocks(64, 64, 32, 8, _stages),),
-        split_k=(Blocks(16, 64, 32, 4, 2),),
+    TILES[_generation, "float16"] = TILES[_generation, "bfloat16"]
+    TILES[_generation, "float32"] = Tiles(
+        few=Blocks(16, 64, 32, 4, 2),
+        middle=Blocks(64, 64, 32, 8, _stages),
+        many=Blocks(64, 64, 32, 8, _stages),
         unaligned=Blocks(64, 64, 16, 8, 2),
     )
 
@@ -203,37 +164,15 @@ def kind_of(dtype: torch.dtype, tf32: bool) -> str | None:
     return name if name in KINDS else None
 
 
-def candidates(generation: int, kind: str, m: int, n: int, k: int, sms: int) -> list[Config]:
-    """Configurations to try for C [m, n] of depth k on ``sms`` multiprocessors; best first."""
-    choice = BLOCKS[generation, kind]
-    # Also try tiles of 64 rows if m is smaller.
-    lowest = min(blocks.m for blocks in choice.full_tile if blocks.m >= 64)
-    found = [Config(blocks) for blocks in choice.full_tile if blocks.m < 2 * max(m, lowest)]
-    for blocks, programs in itertools.product(choice.split_k, (sms, 2 * sms, 4 * sms)):
-        tiles, steps = ceil(m / blocks.m) * ceil(n / blocks.n), ceil(k / blocks.k)
-        split_k = min(programs // tiles, steps // 2)
-        if split_k > 1 and blocks.m < 2 * max(m, lowest):
-            config = Config(blocks, split_k=ceil(steps / ceil(steps / split_k)))
-            found += [config] if config not in found else []
-    itemsize = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2}.get(kind, 4)
-    return sorted(found, key=lambda config: _cycles(config, m, n, k, itemsize, sms))
-
-
-def variants(generation: int, kind: str, blocks: Blocks) -> list[Blocks]:
-    """Other ways to compute tiles of the size of ``blocks`` by one program each, to be measured."""
-    others = BLOCKS[generation, kind].measured_only
-    return [other for other in others if (other.m, other.n) == (blocks.m, blocks.n)]
-
-
-def _cycles(config: Config, m: int, n: int, k: int, itemsize: int, sms: int) -> float:
-    """Estimated clock cycles of a product: rounds of items, each bound by arithmetic or loads.
-
-    The constants are round numbers for a recent data-centre GPU, not measurements.
-    """
-    blocks, split_k = config.blocks, config.split_k
-    items = ceil(m / blocks.m) * ceil(n / blocks.n) * split_k
-    steps = ceil(ceil(k / blocks.k) / split_k)
-    multiply = max(blocks.m, 64) * blocks.n * blocks.k * itemsize / 4096
-    load = (min(blocks.m, m) + min(blocks.n, n)) * blocks.k * itemsize / 48
-    finish = 1000 + blocks.m * blocks.n * (4 * 3 if split_k > 1 else itemsize) / 32
-    return ceil(items / sms) * (steps * max(multiply, load) + finish)
+def config_for(generation: int, kind: str, m: int, n: int, k: int, sms: int) -> Config:
+    """The configuration of an aligned product C [m, n] of depth k on ``sms`` multiprocessors."""
+    tiles = TILES[generation, kind]
+    if m > MIDDLE_ROWS:
+        return Config(tiles.many)
+    if m > FEW_ROWS:
+        return Config(tiles.middle)
+    blocks = tiles.few
+    # About a program for each multiprocessor; then as few programs as take no more steps each.
+    steps = ceil(k / blocks.k)
+    split_k = max(1, min(round(sms / ceil(n / blocks.n)), steps // LEAST_STEPS))
+    return Config(blocks, split_k=ceil(steps / ceil(steps / split_k)))

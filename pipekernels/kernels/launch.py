@@ -87,8 +87,6 @@ def launch(product: Product, config: Config, *, generation: int, sms: int) -> No
     if tma and split_k == 1 and has_rows(out):
         c_via, c_strides = "descriptor", (0, 0)
         c_operand = _descriptor(out, (blocks.m, blocks.n // blocks.parts))
-    # A barrier in the flattened loop would prevent pipelining.
-    flatten = blocks.flatten and split_k == 1
     kernel = _key(product, blocks, split_k > 1)
     with contextlib.nullcontext() if kernel in _loaded else _loading:
         gemm_kernel[(programs,)](
@@ -100,7 +98,6 @@ def launch(product: Product, config: Config, *, generation: int, sms: int) -> No
             BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, PARTS=blocks.parts,
             A_VIA=a_via, B_VIA=b_via, C_VIA=c_via, OUT=DTYPES[out.dtype],
             PRECISION=PRECISIONS.get(kind, "ieee"), PROMOTE=blocks.promote,
-            FLATTEN=flatten, SPECIALIZE=flatten and blocks.specialize,
             num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _loaded.add(kernel)

@@ -113,7 +113,6 @@ def gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     A_VIA: tl.constexpr, B_VIA: tl.constexpr, C_VIA: tl.constexpr, OUT: tl.constexpr,
     PRECISION: tl.constexpr, PROMOTE: tl.constexpr,
-    FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """Compiled once per dtypes, blocks, ``*_VIA``, and set of arguments that are None."""
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -123,10 +122,10 @@ def gemm_kernel(
     items = tiles_m * tiles_n * split_k
     added = bias, residual, scale_a, scale_b
     strides = stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb
-    ALIKE: tl.constexpr = partials is None
-    for item in tl.range(
-        tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE
-    ):
+    # Tiles and their steps are one loop, so that a tile's loads begin during the tile before it.
+    # The barrier of shared tiles would prevent pipelining there.
+    FLATTEN: tl.constexpr = partials is None
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN):
         tile = item // split_k
         part = item % split_k
         tile_m, tile_n = _place(tile, tiles_m, tiles_n, group_m)
@@ -136,8 +135,8 @@ def gemm_kernel(
         if PROMOTE > 1:
             short = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         # The compiler can flatten the loops only if it sees that all tiles have the same steps.
-        first = 0 if ALIKE else part * share
-        last = steps if ALIKE else min(first + share, steps)
+        first = 0 if FLATTEN else part * share
+        last = steps if FLATTEN else min(first + share, steps)
         for step in range(first, last):
             k = step * BLOCK_K
             block_a = _load(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, A_VIA)

@@ -1,5 +1,5 @@
 """Whether the product of a linear layer is Triton's or the vendor's library's, and how Triton
-computes it: by measurements on GPUs of the same name (:mod:`pipekernels.kernels.table`)."""
+computes it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from pipekernels._log import info_once
-from pipekernels.kernels import table
-from pipekernels.kernels.config import BLOCKS, Config, candidates, generation, kind_of
+from pipekernels.kernels.config import TILES, Config, config_for, generation, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
 
 _log = logging.getLogger(__name__)
@@ -73,13 +72,21 @@ class Chosen(NamedTuple):
     Attributes:
         config: its configuration.
         forced: whether the caller insists on Triton.
-        launch_bound: whether the product takes less time than its launch by Python. Then the
-            library is faster, except in a captured graph.
     """
 
     config: Config
     forced: bool = False
-    launch_bound: bool = False
+
+
+MEASURED = "NVIDIA H200"
+"""The GPU of the measurement. A lead of 7% at the speed of its memory says nothing of others, not
+even of an H100, whose memory is slower."""
+
+FASTER = {("bfloat16", "forward", 16, 8192, 28672)}
+"""Kind, layout and sizes m, n, k of products that the kernel computed at least 3% faster than the
+library, its launch by Python included, which takes longer than most products do
+(``bench/results/nvidia-h200/gpu.sharded_gemm.json``). Tokens (k of a weight's gradient, else m)
+stand for all numbers that round up to that power of two."""
 
 
 def choose(
@@ -100,55 +107,55 @@ def choose(
         algorithm: as for :func:`pipekernels.ops.sharded_gemm`.
         dtype: in which the product is computed, if not that of ``a``.
     """
-    (m, k), n = a.shape, b.shape[0]
-    forced, auto = algorithm != "auto", algorithm == "auto"
-    if algorithm == "cublas" or m * n * k == 0:
+    if algorithm == "cublas" or 0 in (*a.shape, len(b)):
         return None
-    gpu = gpu_of(a.device)
-    known = table.for_gpu(gpu.name)
-    if auto and a.dtype == FLOAT8:
-        auto = out is not None and library_takes_float8(a, b, out)
-    if auto and (known is None or not has_triton()):
-        _log_library(gpu.name, known, None)
-        return None
-    dtype = dtype or a.dtype
+    gpu, dtype = gpu_of(a.device), dtype or a.dtype
     kind = kind_of(dtype, dtype == torch.float32 and tf32_allowed())
-    if not auto:
-        check_triton(a.dtype, kind, gpu)
-    if kind is None:
-        return None
-    # Most products end here: looking at the layout takes the host longer. A log says why.
-    may_gain = not auto or known is None or known.may_gain(kind, m, n, k)
-    if not (may_gain or _log.isEnabledFor(logging.INFO)):
-        return None
-    layout = layout_of(a, b)
-    is_aligned = m == 1 or n * a.itemsize % 16 == 0 if out is None else has_rows(out)
-    if not is_aligned or (residual is not None and not has_rows(residual)):
-        layout = None
-    entry = None
-    if known is not None and layout is not None:
-        entry = known.entry(kind, layout, m, n, k)
-    if auto and known is not None:
-        if entry is None or not entry.wins:
-            _log_library(gpu.name, known, entry)
+    if algorithm == "auto":
+        if a.dtype != FLOAT8:
+            return _choose_measured(a, b, out, residual, kind, gpu)
+        if out is not None and library_takes_float8(a, b, out):
             return None
-        return Chosen(entry.config, launch_bound=entry.seconds < known.launch_seconds)
-    if layout is None or (kind == "float8_e4m3fn" and layout != "forward"):
-        return Chosen(Config(BLOCKS[gpu.generation, kind].unaligned), forced)
-    config = entry.config if entry else candidates(gpu.generation, kind, m, n, k, gpu.sms)[0]
-    return Chosen(config, forced)
+    check_triton(a.dtype, kind, gpu)
+    assert kind is not None  # Else that has raised an error.
+    layout = _layout(a, b, out, residual)
+    if layout is None or (a.dtype == FLOAT8 and layout != "forward"):
+        config = Config(TILES[gpu.generation, kind].unaligned)
+    else:
+        config = config_for(gpu.generation, kind, len(a), len(b), a.shape[1], gpu.sms)
+    return Chosen(config, forced=algorithm == "triton")
 
 
-def _log_library(gpu: str, known: table.Table | None, entry: table.Measurement | None) -> None:
-    """Log, once, why ``auto`` leaves a product on a GPU to the vendor's library."""
-    why = "such products were not measured"
-    if known is None:
-        why = "nothing was measured on this GPU; `pipekernels tune` does"
+def _choose_measured(
+    a: Tensor, b: Tensor, out: Tensor | None, residual: Tensor | None, kind: str | None, gpu: Gpu
+) -> Chosen | None:
+    """:func:`choose` by :data:`FASTER`; logs, once, why a product is the library's."""
+    (m, k), n = a.shape, len(b)
+    layout = _layout(a, b, out, residual)
+    tokens_first = (_power_of_two(m), n, k)
+    sizes = (m, n, _power_of_two(k)) if layout == "grad_weight" else tokens_first
+    if gpu.name != MEASURED:
+        why = f"the kernel was measured on {MEASURED} only"
     elif not has_triton():
         why = f"the kernel needs {TRITON_REMEDY}"
-    elif entry is not None:
-        why = f"the library was as fast for {entry.shape}"
-    info_once(_log, "sharded_gemm on %s is the vendor's library: %s", gpu, why)
+    elif kind is None or (kind, layout, *sizes) not in FASTER:
+        why = "it was as fast, or was not compared, for such products"
+    else:
+        return Chosen(config_for(gpu.generation, kind, m, n, k, gpu.sms))
+    info_once(_log, "sharded_gemm on %s is the vendor's library: %s", gpu.name, why)
+    return None
+
+
+def _layout(a: Tensor, b: Tensor, out: Tensor | None, residual: Tensor | None) -> str | None:
+    """:func:`layout_of` a product whose other tensors are aligned; else ``None``."""
+    is_aligned = len(a) == 1 or len(b) * a.itemsize % 16 == 0 if out is None else has_rows(out)
+    if not is_aligned or (residual is not None and not has_rows(residual)):
+        return None
+    return layout_of(a, b)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def check_triton(dtype: torch.dtype, kind: str | None, gpu: Gpu) -> None:

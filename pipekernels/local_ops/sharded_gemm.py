@@ -1,8 +1,8 @@
 """``Y = X W^T`` of a linear layer, by Triton or by the vendor's library.
 
-On a GPU ``algorithm='auto'`` looks up measurements on GPUs of the same name
-(:mod:`pipekernels.kernels.table`) and uses the Triton kernel where it was faster; everywhere else,
-and on CPUs, it calls ``torch.nn.functional.linear``.
+On a GPU ``algorithm='auto'`` uses the Triton kernel for products that were measured to be faster by
+it (:data:`pipekernels.local_ops.gemm_choice.FASTER`); for all others, and on CPUs, it calls
+``torch.nn.functional.linear``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipekernels._torch_private import needs_dispatcher, scaled_mm
-from pipekernels.kernels.config import Config, kind_of
+from pipekernels.kernels.config import kind_of
 from pipekernels.local_ops.gemm_choice import (
     FLOAT8,
     Chosen,
@@ -27,8 +27,6 @@ from pipekernels.local_ops.gemm_choice import (
 from pipekernels.local_ops.transforms import deny_tangents
 
 ALGORITHMS = ("auto", "triton", "cublas")
-
-_launched: set[tuple[torch.device, torch.Size, Config]] = set()  # Launch-bound products.
 
 
 def sharded_gemm(
@@ -89,7 +87,9 @@ def sharded_gemm(
     if x.is_cuda and not is_open:
         is_open = algorithm != "cublas" and torch.compiler.is_compiling()
         if not is_open:
-            chosen = _choose_now(x, weight, residual, dtype, algorithm)
+            added = None if residual is None else as_matrix(residual)
+            rows = as_matrix(x)
+            chosen = choose(rows, weight, None, added, algorithm=algorithm, dtype=dtype)
     if chosen is None and not is_open:
         y = functional.linear(x, weight, bias)
         return y if residual is None else y + residual
@@ -116,21 +116,6 @@ def sharded_gemm(
 def as_matrix(x: Tensor) -> Tensor:
     """``x`` ``[..., k]`` as ``[rows, k]``; ``k`` may be 0."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _choose_now(
-    x: Tensor, weight: Tensor, residual: Tensor | None, dtype: torch.dtype, algorithm: str
-) -> Chosen | None:
-    """:func:`choose`; but launch-bound products go to :func:`run` once, which loads the kernel."""
-    matrix = as_matrix(x)
-    added = None if residual is None else as_matrix(residual)
-    chosen = choose(matrix, weight, None, added, algorithm=algorithm, dtype=dtype)
-    if chosen is not None and chosen.launch_bound:
-        key = x.device, weight.shape, chosen.config
-        if key in _launched and not torch.cuda.is_current_stream_capturing():
-            return None
-        _launched.add(key)
-    return chosen
 
 
 class Terms(NamedTuple):
@@ -167,7 +152,7 @@ def gemm_into(
 
 def run(chosen: Chosen | None, out: Tensor, a: Tensor, b: Tensor, terms: Terms = NO_TERMS) -> None:
     """Compute ``out`` as :func:`choose` says; but by the library what Triton, unless it is forced,
-    could not compute fast, or not in the capture of a graph."""
+    could not compute in the capture of a graph."""
     if chosen is None or not _by_triton(chosen, out, a, b, terms):
         _by_library(out, a, b, terms)
 
@@ -227,7 +212,7 @@ def _check(
 
 
 def _by_triton(chosen: Chosen, out: Tensor, a: Tensor, b: Tensor, terms: Terms) -> bool:
-    """Launch the Triton kernel if that is possible and fast; False if the library is to compute."""
+    """Launch the Triton kernel, if that is possible; False if the library is to compute."""
     from pipekernels.kernels.launch import Product, is_loaded, launch
 
     gpu, kind = gpu_of(a.device), kind_of(a.dtype, tf32_allowed())
@@ -235,11 +220,10 @@ def _by_triton(chosen: Chosen, out: Tensor, a: Tensor, b: Tensor, terms: Terms) 
     product = Product(kind, a, b, out, **terms._asdict())
     with torch.cuda.device(a.device):
         is_captured = not chosen.forced and torch.cuda.is_current_stream_capturing()
-        only_loads = chosen.launch_bound and not is_captured  # For later captures.
-        if (is_captured or only_loads) and is_loaded(product, chosen.config) != is_captured:
+        if is_captured and not is_loaded(product, chosen.config):
             return False  # A capture must not load a kernel.
         launch(product, chosen.config, generation=gpu.generation, sms=gpu.sms)
-    return not only_loads
+    return True
 
 
 def _by_library(out: Tensor, a: Tensor, b: Tensor, terms: Terms) -> None:

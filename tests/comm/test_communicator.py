@@ -205,7 +205,7 @@ def test_a_join_without_file_descriptors_on_one_rank_fails_on_all(
 @on_ranks(3)
 def test_no_rank_waits_for_memory_that_cannot_be_allocated(comm: Communicator) -> None:
     if comm.rank == 0:
-        bootstrap.all_reduce_limits.one_shot_bytes = refusal(OSError("no memory"))
+        bootstrap._hand_out = refusal(OSError("no memory"))
     message = fail_to_join()
     assert "rank 0: OSError: no memory" in message and "TimeoutError" not in message
 

@@ -3,9 +3,7 @@
 The algorithm of an all-reduce is logged once for each dtype and size class.
 """
 
-import json
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from support.ranks import run_threads
 from torch.profiler import ProfilerActivity, profile
 
 from pipekernels import Communicator
-from pipekernels.comm import all_reduce_limits
 
 
 def reduce_all(comm: Communicator) -> None:
@@ -24,29 +21,19 @@ def reduce_all(comm: Communicator) -> None:
         comm.all_reduce(torch.ones(1, dtype=torch.float64))
 
 
-def test_the_log_names_the_built_in_limit(caplog: pytest.LogCaptureFixture, cache: Path) -> None:
+def test_the_log_names_the_algorithm(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "pipekernels.comm"):
         run_threads(2, reduce_all)
-    builtin = "by the built-in limit"
     expected = [
-        f"all_reduce of 4 bytes of torch.float32: one_shot, {builtin}",
-        f"all_reduce of 2048 bytes of torch.float32: one_shot, {builtin}",
-        f"all_reduce of 2000 bytes of torch.float32: one_shot, {builtin}",
-        f"all_reduce of 2052 bytes of torch.float32: two_shot, {builtin}",
-        f"all_reduce of 16384 bytes of torch.float32: two_shot, {builtin}",
+        "all_reduce of 4 bytes of torch.float32: one_shot, by size",
+        "all_reduce of 2048 bytes of torch.float32: one_shot, by size",
+        "all_reduce of 2000 bytes of torch.float32: one_shot, by size",
+        "all_reduce of 2052 bytes of torch.float32: two_shot, by size",
+        "all_reduce of 16384 bytes of torch.float32: two_shot, by size",
         "all_reduce of 8 bytes of torch.float32: ring, as the caller asks",
-        f"all_reduce of 8 bytes of torch.float64: one_shot, {builtin}",
+        "all_reduce of 8 bytes of torch.float64: one_shot, by size",
     ]
     assert sorted(caplog.messages) == sorted(2 * expected)  # Of two ranks.
-
-
-def test_the_log_names_a_measured_limit(caplog: pytest.LogCaptureFixture, cache: Path) -> None:
-    all_reduce_limits.save(all_reduce_limits.Limits({2: 1024}, "today"))
-    assert json.loads(all_reduce_limits.path().read_text())["one_shot_bytes"] == {"2": 1024}
-    with caplog.at_level(logging.INFO, "pipekernels.comm"):
-        run_threads(2, lambda comm: comm.all_reduce(torch.ones(512)))
-    expected = "all_reduce of 2048 bytes of torch.float32: two_shot, as measured, limit 1024 bytes"
-    assert set(caplog.messages) == {expected}
 
 
 def test_reductions_are_not_watched_unless_asked(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,6 @@ in all of them, and each once with the oldest Triton that is supported, where `m
 """
 
 import functools
-import json
 import multiprocessing
 import os
 import re
@@ -24,9 +23,7 @@ from support.kernels.emitted_code import (
 )
 from support.levels import in_gate
 
-from pipekernels.kernels import table
-from pipekernels.kernels.config import BLOCKS
-from pipekernels.kernels.table import LAYOUTS
+from pipekernels.kernels.layout import LAYOUTS
 from pipekernels.local_ops.gemm_choice import OLDEST_TRITON
 
 LIMIT = 280  # Seconds; the first result comes after the start of processes that import torch.
@@ -118,7 +115,7 @@ def cases(gate: Sequence[Any], installed: Sequence[Any], oldest: Sequence[Any]) 
 
 @pytest.mark.parametrize(
     ("version", "case"),
-    cases(aot.one_per_configuration(), aot.cases(), aot.one_per_configuration()),
+    cases(aot.gate_cases(), aot.cases(), aot.one_per_configuration()),
     ids=name,
 )
 def test_compiles_without_spills(
@@ -131,7 +128,7 @@ def test_compiles_without_spills(
     assert kernel.shared <= limit
     tma = case.generation > 80 and case.variant != "odd"
     assert ("cp.async.bulk.tensor" in kernel.ptx) == tma
-    if tma and not case.split and case.variant in LAYOUTS and case.blocks.flatten:
+    if tma and not case.split and case.variant in LAYOUTS:
         # A tile is stored in the loop that loads the next one, before its barriers are released.
         assert kernel.ptx.rindex(BULK_STORE) < kernel.ptx.index("mbarrier.inval")
     if case.architecture == 90 and case.kind != "float32" and case.blocks.m >= 64:
@@ -143,7 +140,7 @@ def test_compiles_without_spills(
 
 @pytest.mark.parametrize(
     ("version", "case"),
-    cases(aot.slab_cases("oldest"), aot.slab_cases("installed"), aot.slab_cases("oldest")),
+    cases(aot.gate_slab_cases(), aot.slab_cases("installed"), aot.slab_cases("oldest")),
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
 )
 def test_products_by_slabs_compile_without_spills(
@@ -197,14 +194,3 @@ def test_equal_signatures_have_the_same_kernel(
         kernels.setdefault(signature, set()).add(kernel)
     assert 1 < len(kernels) < len(found)
     assert all(len(same) == 1 for same in kernels.values())
-
-
-def test_shipped_tables_choose_only_blocks_that_are_compiled_here() -> None:
-    known = {
-        blocks
-        for choice in BLOCKS.values()
-        for blocks in (*choice.full_tile, *choice.measured_only, *choice.split_k)
-    }
-    for path in table.FOLDER.glob("*.json"):
-        shipped = table.from_json(json.loads(path.read_text()))
-        assert {entry.config.blocks for entry in shipped.entries.values()} <= known

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipekernels.kernels.config import BLOCKS, KINDS, candidates, generation, variants
+from pipekernels.kernels.config import KINDS, TILES, Blocks, Config, config_for, generation
 from pipekernels.kernels.layout import layout_of
+from pipekernels.local_ops.gemm_choice import FASTER
 
 
 @given(
@@ -16,34 +17,31 @@ from pipekernels.kernels.layout import layout_of
     *[st.integers(1, 20000)] * 3,
     st.sampled_from([4, 108, 132, 148]),
 )
-def test_candidates_cover_every_product(
+def test_every_product_has_a_configuration(
     era: int, kind: str, m: int, n: int, k: int, sms: int
 ) -> None:
-    found = candidates(era, kind, m, n, k, sms)
-    assert found and len(set(found)) == len(found)
-    choice = BLOCKS[era, kind]
-    for blocks, _, split_k in found:
-        assert blocks in (choice.split_k if split_k > 1 else choice.full_tile)
-        share = ceil(ceil(k / blocks.k) / split_k)
-        assert share * (split_k - 1) < ceil(k / blocks.k)  # No program's share is empty.
+    blocks, _, split_k = config_for(era, kind, m, n, k, sms)
+    tiles = TILES[era, kind]
+    assert blocks in (tiles.few, tiles.middle, tiles.many)
+    assert split_k == 1 or blocks == tiles.few
+    share = ceil(ceil(k / blocks.k) / split_k)
+    assert share * (split_k - 1) < ceil(k / blocks.k)  # No program's share is empty.
 
 
-def test_the_first_candidate_suits_the_product() -> None:
-    """Large tiles if there are enough of them; split-K for few tiles with a large k."""
-    large = candidates(90, "bfloat16", 8192, 8192, 8192, 132)[0]
-    assert large.split_k == 1 and large.blocks.m * large.blocks.n == 128 * 256
-    deep = candidates(90, "bfloat16", 1, 1024, 11008, 132)[0]
+def test_the_configuration_suits_the_product() -> None:
+    """Large tiles for many rows; split-K for few tiles with a large k."""
+    large, middle = (config_for(90, "bfloat16", m, 8192, 8192, 132) for m in (8192, 512))
+    assert large.blocks.m * large.blocks.n > middle.blocks.m * middle.blocks.n
+    deep = config_for(90, "bfloat16", 1, 1024, 11008, 132)
     assert deep.split_k > 1 and deep.blocks.m == 16
-    wide = candidates(90, "bfloat16", 1, 8192, 8192, 132)[0]
-    assert wide.split_k == 1 and wide.blocks.m == 16
+    assert config_for(90, "bfloat16", 1, 32768, 8192, 132) == Config(deep.blocks)
+    assert config_for(90, "bfloat16", 1, 1024, 512, 132) == Config(deep.blocks)
 
 
-def test_variants_compute_the_same_tiles_and_are_no_candidates() -> None:
-    for (era, kind), choice in BLOCKS.items():
-        found = [other for blocks in choice.full_tile for other in variants(era, kind, blocks)]
-        assert set(found) == set(choice.measured_only) and not set(found) & set(choice.full_tile)
-        tried = candidates(era, kind, 4096, 4096, 4096, 132)
-        assert not {config.blocks for config in tried} & set(choice.measured_only)
+def test_the_product_that_auto_takes_runs_as_it_was_measured() -> None:
+    (measured,) = FASTER
+    config = config_for(90, "bfloat16", *measured[2:], 132)
+    assert config == Config(Blocks(16, 128, 128, 4, 4), split_k=2)
 
 
 def test_generations_of_gpus() -> None:

@@ -11,12 +11,11 @@ import pytest
 import torch
 from support.checks import assert_raises
 from support.kernels.gemm_cases import (
-    CONFIG,
+    ENTRY,
     FLOAT8,
     Case,
     OnGpu,
     check,
-    measured,
     module,
     on_gpu,
     pretend_gpu,
@@ -26,9 +25,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipekernels import _log
-from pipekernels.kernels.config import BLOCKS, KINDS, Config, candidates
-from pipekernels.kernels.layout import layout_of
-from pipekernels.kernels.table import LAYOUTS
+from pipekernels.kernels.config import KINDS, TILES, Config, Tiles
+from pipekernels.kernels.layout import LAYOUTS, layout_of
 from pipekernels.local_ops import gemm_choice
 from pipekernels.local_ops.gemm_choice import choose, gpu_of, tf32_allowed
 from pipekernels.ops import sharded_gemm
@@ -136,8 +134,10 @@ def test_the_kernel_in_the_interpreter(level: str) -> None:
     run_interpreted("interpreted_gemm.py", level)
 
 
-def choice(algorithm: str, dtype: torch.dtype = torch.bfloat16, k: int = 64) -> Config | None:
-    a, b, out = (torch.empty(size, dtype=dtype) for size in ((64, k), (64, k), (64, 64)))
+def choice(
+    algorithm: str, dtype: torch.dtype = torch.bfloat16, m: int = 64, k: int = 64
+) -> Config | None:
+    a, b, out = (torch.empty(size, dtype=dtype) for size in ((m, k), (64, k), (m, 64)))
     chosen = choose(a, b, out, algorithm=algorithm)
     return None if chosen is None else chosen.config
 
@@ -145,24 +145,29 @@ def choice(algorithm: str, dtype: torch.dtype = torch.bfloat16, k: int = 64) -> 
 def test_auto_takes_triton_where_it_was_measured_to_be_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pretend_gpu(monkeypatch, None)
+    pretend_gpu(monkeypatch)
     assert choice("auto") is None
-    pretend_gpu(monkeypatch, measured())
-    assert choice("auto") == CONFIG
+    pretend_gpu(monkeypatch, ENTRY)
+    assert choice("auto") == Config(TILES[90, "bfloat16"].middle)
     assert choice("cublas") is None
     assert choice("auto", torch.float16) is None  # Not measured.
     assert choice("auto", k=128) is None  # Not measured.
     assert choice("auto", k=60) is None  # Not aligned as the measured product was.
     assert choice("auto", torch.float64) is None
-    pretend_gpu(monkeypatch, measured(speedup=1.0))
+    assert choice("auto", m=33) is not None
+    assert choice("auto", m=32) is None and choice("auto", m=65) is None
+    pretend_gpu(monkeypatch, ("bfloat16", "grad_weight", 64, 64, 64))
     assert choice("auto") is None
-    assert choice("triton") == CONFIG
+    columns = torch.empty(33, 64, dtype=torch.bfloat16).t()  # 33 tokens.
+    assert choose(columns, columns, None) is not None
+    pretend_gpu(monkeypatch, ENTRY, name="NVIDIA H100 80GB HBM3")
+    assert choice("auto") is None
+    assert choice("triton") == Config(TILES[90, "bfloat16"].middle)
 
 
-def test_auto_leaves_short_products_to_the_library_unless_captured(
+def test_a_capture_uses_triton_only_if_an_earlier_call_has_loaded_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A capture can use Triton only if an earlier call has loaded the kernel."""
     pytest.importorskip("triton", minversion="3.6")
     from pipekernels.kernels import launch as launching
 
@@ -184,26 +189,18 @@ def test_auto_leaves_short_products_to_the_library_unless_captured(
         module.gemm_into(to, a, b, algorithm=algorithm)
         return done
 
-    pretend_gpu(monkeypatch, measured(seconds=1e-5))
+    pretend_gpu(monkeypatch, ENTRY)
     assert calls(captured=True) == ["library"]  # The kernel is not loaded.
-    assert calls(captured=False) == ["triton", "library"]
-    assert calls(captured=False) == ["library"]
+    assert calls(captured=False) == ["triton"]
     assert calls(captured=True) == ["triton"]
     apart = torch.empty(64, 128, dtype=torch.bfloat16)[:, :64]
     assert calls(captured=True, to=apart) == ["library"]  # It needs another kernel.
-    assert calls(captured=False, algorithm="triton") == ["triton"]
-    pretend_gpu(monkeypatch, measured(seconds=1e-3))
-    assert calls(captured=False) == ["triton"]
-    assert calls(captured=True) == ["triton"]
-    pretend_gpu(monkeypatch, None)
+    assert calls(captured=True, to=apart, algorithm="triton") == ["triton"]
+    pretend_gpu(monkeypatch)
     assert calls(captured=True) == ["library"]
 
 
 def test_products_for_the_library_skip_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except the first time, when the kernel is loaded, and in captures, which may take longer."""
-    captured: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(captured))
-    monkeypatch.setattr(module, "_launched", set())
     done: list[Any] = []
     monkeypatch.setattr(module, "run", lambda *arguments: done.append(arguments))
 
@@ -213,34 +210,28 @@ def test_products_for_the_library_skip_the_operation(monkeypatch: pytest.MonkeyP
         sharded_gemm(x.view(-1, 1, 64), weight)
         return bool(done)
 
-    pretend_gpu(monkeypatch, None)
+    pretend_gpu(monkeypatch)
     assert not calls_operation()
-    pretend_gpu(monkeypatch, measured())
+    pretend_gpu(monkeypatch, ENTRY)
     assert calls_operation() and calls_operation()
     assert not calls_operation(torch.float64) and not calls_operation(torch.float16)
     assert not calls_operation(rows=0)
-    assert not calls_operation(rows=65)  # In another shape class.
-    pretend_gpu(monkeypatch, measured(speedup=1.0))
-    assert not calls_operation()
-    pretend_gpu(monkeypatch, measured(seconds=1e-5))
-    assert [calls_operation(), calls_operation()] == [True, False]
-    captured.append(True)
-    assert calls_operation()
+    assert not calls_operation(rows=65)  # In another class.
 
 
 def test_triton_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_gpu(monkeypatch, None)
-    assert choice("triton") == candidates(90, "bfloat16", 64, 64, 64, 132)[0]
-    assert choice("triton", k=60) == Config(BLOCKS[90, "bfloat16"].unaligned)
+    pretend_gpu(monkeypatch)
+    assert choice("triton") == Config(TILES[90, "bfloat16"].middle)
+    assert choice("triton", k=60) == Config(TILES[90, "bfloat16"].unaligned)
     with pytest.raises(TypeError, match="not torch.float64"):
         choice("triton", torch.float64)
-    pretend_gpu(monkeypatch, None, capability=(7, 5))
+    pretend_gpu(monkeypatch, capability=(7, 5), name="Some GPU")
     with pytest.raises(RuntimeError, match="needs compute capability 8.0, but Some GPU has 7.5"):
         choice("triton")
-    pretend_gpu(monkeypatch, None, capability=(8, 0))
+    pretend_gpu(monkeypatch, capability=(8, 0))
     with pytest.raises(RuntimeError, match="needs compute capability 8.9"):
         choice("triton", FLOAT8)
-    pretend_gpu(monkeypatch, None)
+    pretend_gpu(monkeypatch, ENTRY)
     monkeypatch.setattr(gemm_choice, "has_triton", lambda: False)
     with pytest.raises(ImportError, match=r"3.6 or newer: pip install 'pipekernels\[triton\]'"):
         choice("triton")
@@ -262,7 +253,7 @@ def test_an_old_triton_is_not_used(
 def test_auto_takes_triton_for_float8_that_the_library_does_not_support(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pretend_gpu(monkeypatch, None)
+    pretend_gpu(monkeypatch)
     a = torch.empty(64, 64).to(FLOAT8)
     assert choose(a, a[:60], torch.empty(64, 60)) is not None
     assert choose(a, a, torch.empty(64, 64, dtype=torch.bfloat16)) is None
@@ -281,24 +272,20 @@ def test_why_a_product_is_left_to_the_library_is_logged_once(
         assert choose(x, weight, None) is None
         assert choose(x, weight, torch.empty(rows, 64)) is None
 
-    pretend_gpu(monkeypatch, None)
+    pretend_gpu(monkeypatch, ENTRY, name="Some GPU")
     ask()
-    pretend_gpu(monkeypatch, measured())
-    ask(rows=65)  # In a class that was not measured.
-    pretend_gpu(monkeypatch, measured(speedup=1.0))
-    ask()
+    pretend_gpu(monkeypatch, ENTRY)
+    ask(rows=65)  # In another class.
     monkeypatch.setattr(gemm_choice, "has_triton", lambda: False)
     ask()
     reasons = [
-        "nothing was measured on this GPU; `pipekernels tune` does",
-        "such products were not measured",
-        "the library was as fast for Shape(",
-        "the kernel needs Triton 3.6 or newer",
+        "Some GPU is the vendor's library: the kernel was measured on NVIDIA H200 only",
+        "NVIDIA H200 is the vendor's library: it was as fast, or was not compared",
+        "NVIDIA H200 is the vendor's library: the kernel needs Triton 3.6 or newer",
     ]
-    start = "sharded_gemm on Some GPU is the vendor's library: "
     assert len(caplog.messages) == len(reasons)
     for message, why in zip(caplog.messages, reasons, strict=True):
-        assert message.startswith(start + why)
+        assert message.startswith(f"sharded_gemm on {why}")
 
 
 def gpu_products() -> list[tuple[str, str, str]]:
@@ -309,7 +296,7 @@ def gpu_products() -> list[tuple[str, str, str]]:
     found = []
     for kind in KINDS:
         for layout in LAYOUTS[: 1 if kind in ("float8_e4m3fn", "float16") else 3]:
-            found += [(kind, layout, which) for which in ("full_tile", "split_k", "unaligned")]
+            found += [(kind, layout, which) for which in Tiles._fields]
     return found
 
 
@@ -327,14 +314,14 @@ def test_every_configuration_on_a_gpu(
     tf32 = kind == "tfloat32"
     dtype = torch.float32 if tf32 else getattr(torch, kind)
     out_dtype = torch.bfloat16 if dtype == FLOAT8 else dtype
-    blocks = getattr(BLOCKS[own.generation, kind], which)
-    for block in [blocks] if which == "unaligned" else blocks:
+    block = getattr(TILES[own.generation, kind], which)
+    for split_k in (1, 3) if which == "few" else (1,):
         for m, n, k in ((1, 256, 512), (300, 336, 1040)):
             odd = which == "unaligned"
             case = Case.make(
                 dtype, device, m, n + odd, k + 3 * odd, out_dtype=out_dtype, layout=layout
             )
-            config = Config(block, split_k=3 if which == "split_k" else 1)
+            config = Config(block, split_k=split_k)
             results = []
             # Each of these compiles a kernel. Only a forward has terms to add.
             for residual in (None, case.residual)[: 2 if layout == "forward" else 1]:

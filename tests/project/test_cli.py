@@ -1,6 +1,5 @@
 """The command line: ``pipekernels info``, its output and its errors."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,6 @@ import pytest
 import torch
 
 from pipekernels import __version__, _backend, cli
-from pipekernels.comm import all_reduce_limits, measure
-from pipekernels.comm.all_reduce_limits import Limits
 
 pytestmark = pytest.mark.project
 
@@ -39,6 +36,14 @@ def test_info_ends_with_one_line_for_bug_reports(monkeypatch: pytest.MonkeyPatch
     assert cli._in_one_line({}).endswith(" | extension missing | 1 x GPU 0, 2 x GPU 1")
 
 
+def test_the_processor_is_named_with_family_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "processor\t: 0\nvendor_id\t: X\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: A: B \n"
+    monkeypatch.setattr(Path, "read_text", lambda self: f"{text}flags\t:\n\n{text}")
+    assert cli.cpu_model() == "A: B (family 25, model 17)"
+    monkeypatch.setattr(Path, "read_text", lambda self: "model name\t: C\n")
+    assert cli.cpu_model() == "C"
+
+
 def test_info_without_the_extension_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> dict[str, str]:
         raise ImportError("pipekernels._C cannot be loaded. Build it with `pip install .`")
@@ -58,7 +63,7 @@ def test_info_mentions_unsupported_gpus(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_command_an_unknown_one_and_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     shown = capsys.readouterr()
-    assert "usage: pipekernels" in shown.out and "tune" in shown.out and shown.err == ""
+    assert "usage: pipekernels" in shown.out and "info" in shown.out and shown.err == ""
     with pytest.raises(SystemExit):
         cli.main(["nonsense"])
     assert "info" in capsys.readouterr().err
@@ -66,24 +71,3 @@ def test_no_command_an_unknown_one_and_the_version(capsys: pytest.CaptureFixture
         cli.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"pipekernels {__version__}\n"
-
-
-def test_measurements_that_cannot_be_saved_are_an_error(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(measure, "measure_limits", lambda quick: Limits({2: 4096}, "today"))
-    (cache / "pipekernels").touch()
-    with pytest.raises(SystemExit):
-        cli.main(["tune"])
-    message = f"{all_reduce_limits.path()} cannot be written .*File exists.*set XDG_CACHE_HOME"
-    assert re.search(message, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("seconds", ["nan", "-1", "0"])
-def test_tuning_for_no_time_is_an_error(
-    seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "tune", lambda **options: pytest.fail("tuning has begun"))
-    with pytest.raises(SystemExit):
-        cli.main(["tune", "--seconds", seconds])
-    assert "--seconds must be a positive, finite number" in capsys.readouterr().err

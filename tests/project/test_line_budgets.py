@@ -12,17 +12,17 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 1_230,
+    "pipekernels": 1_100,
     "pipekernels/balance": 520,
     "pipekernels/binding": 320,
-    "pipekernels/comm": 1_940,
+    "pipekernels/comm": 1_720,
     "pipekernels/comm/hosts": 570,
     "pipekernels/comm/join": 570,
     "pipekernels/comm/process_group": 580,
     "pipekernels/device": 540,
     "pipekernels/huggingface": 1_890,
-    "pipekernels/kernels": 1_170,
-    "pipekernels/local_ops": 1_650,
+    "pipekernels/kernels": 680,
+    "pipekernels/local_ops": 1_580,
     "pipekernels/ops": 50,
     "pipekernels/pipeline": 610,
     "pipekernels/pipeline/engine": 1_930,
@@ -35,11 +35,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 27_600,
-    "bench": 6_160,
+    "tests": 27_000,
+    "bench": 5_990,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 23_160, "core": 19_190}
+TOTALS = {"pipekernels": 22_250, "core": 18_400}
 
 
 def lines(files: Iterable[Path]) -> int:

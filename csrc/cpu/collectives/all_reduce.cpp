@@ -8,14 +8,11 @@ namespace {
 // More ranks than this often share cores, which makes a step slow.
 constexpr int kFewRanks = 4;
 
-// Default for unmeasured machines: up to this size, one_shot (one step, n reads) beats two_shot.
-constexpr size_t one_shot_bytes(int ranks) { return ranks <= kFewRanks ? 2 << 10 : 16 << 10; }
-
 }  // namespace
 
-Algorithm choose_algorithm(size_t bytes, const Communicator& communicator) {
-  const size_t measured = communicator.one_shot_bytes();
-  const size_t limit = measured != 0 ? measured : one_shot_bytes(communicator.world_size());
+Algorithm choose_algorithm(size_t bytes, int ranks) {
+  // Up to this size, one_shot (one step, n reads) beats two_shot.
+  const size_t limit = ranks <= kFewRanks ? 2 << 10 : 16 << 10;
   return bytes <= limit ? Algorithm::kOneShot : Algorithm::kTwoShot;
 }
 
@@ -29,12 +26,11 @@ void all_reduce(Communicator& communicator, void* data, size_t count, DType dtyp
   run_collective(communicator, call, data, bytes, [&](Collective& collective) {
     const int ranks = communicator.world_size();
     const bool is_auto = algorithm == Algorithm::kAuto;
-    if (is_auto) algorithm = choose_algorithm(bytes, communicator);
+    if (is_auto) algorithm = choose_algorithm(bytes, ranks);
     if (count == 0 || ranks == 1) {
       collective.signal();
       collective.wait();
-    } else if (is_auto && algorithm == Algorithm::kOneShot && ranks <= kFewRanks &&
-               bytes <= kStagingBytes) {
+    } else if (is_auto && algorithm == Algorithm::kOneShot && ranks <= kFewRanks) {
       one_shot_or_in_place(collective, operand);
     } else if (algorithm == Algorithm::kOneShot) {
       one_shot(collective, operand);

@@ -63,7 +63,6 @@ Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vect
                            std::function<void()> before_wait, bool prefetch_writes)
     : rank_(check_rank(rank, segment->world_size())),
       world_size_(segment->world_size()),
-      one_shot_bytes_(segment->agreement().one_shot_bytes),
       timeout_(timeout),
       interrupt_(std::move(interrupt)),
       before_wait_(std::move(before_wait)),

@@ -31,18 +31,16 @@ void check_world_size(int world_size) {
 
 Segment::Segment(int world_size)
     : world_size_(world_size),
-      buffers_(
-          round_up(sizeof(Agreement) + world_size * (sizeof(RankState) + sizeof(DeviceGrowth)))),
+      buffers_(round_up(world_size * (sizeof(RankState) + sizeof(DeviceGrowth)))),
       heaps_(round_up(buffers_ + world_size * kBuffersStride)) {}
 
-int Segment::create(int world_size, size_t one_shot_bytes) {
+int Segment::create(int world_size) {
   check_world_size(world_size);
   const int fd = memfd_create("pipekernels", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throw_errno("memfd_create failed");
   const auto size = static_cast<off_t>(Segment(world_size).size());
-  const Agreement agreement{one_shot_bytes};
   // Sealed, so that no rank can shrink the file while others have it mapped.
-  if (ftruncate(fd, size) != 0 || pwrite(fd, &agreement, sizeof(agreement), 0) < 0 ||
+  if (ftruncate(fd, size) != 0 ||
       fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     const int error = errno;
     close(fd);
@@ -72,7 +70,7 @@ std::shared_ptr<Segment> Segment::map(int fd, int world_size) {
   segment->base_ = static_cast<std::byte*>(base);
   // The following calls are optional: they avoid later page faults, and older kernels lack some.
 #ifdef MADV_POPULATE_WRITE
-  madvise(base, sizeof(Agreement) + world_size * sizeof(RankState), MADV_POPULATE_WRITE);
+  madvise(base, world_size * sizeof(RankState), MADV_POPULATE_WRITE);
 #endif
   madvise(segment->heap(0), segment->size() - segment->heaps_, MADV_HUGEPAGE);
   madvise(base, segment->size(), MADV_DONTDUMP);  // A core dump would touch every page.

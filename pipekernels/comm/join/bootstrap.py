@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 
 from pipekernels import _backend
-from pipekernels.comm import all_reduce_limits
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.link import Link
@@ -192,10 +191,7 @@ def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadli
     Any user can connect. Nothing is read from a connection, so none can block the others; other
     processes are disconnected without the descriptor.
     """
-    world_size = len(waiting) + 1
-    fd: int = _backend.load().Segment.create(
-        world_size, all_reduce_limits.one_shot_bytes(world_size)
-    )
+    fd: int = _backend.load().Segment.create(len(waiting) + 1)
     try:
         while waiting:
             if deadline.left() == 0:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipekernels.kernels.config import BLOCKS, SLAB_BLOCKS, Blocks, Config
+from pipekernels.kernels.config import SLAB_BLOCKS, TILES, Blocks, Config
 from pipekernels.kernels.layout import signature
 from support.kernels.operands import dtype_of, operands
 from support.programs import run
@@ -32,7 +32,6 @@ PINNED = ROOT / "constraints-oldest.txt"
 SOURCES = [
     *(ROOT / "pipekernels" / "kernels").glob("*.py"),
     *Path(__file__).parent.glob("*.py"),
-    ROOT / "bench/gpu/precompile.py",
 ]
 
 
@@ -132,21 +131,21 @@ def read(path: Path) -> Kernel:
 
 
 def cases() -> list[Case]:
-    """Every configuration that the built-in tables can choose."""
+    """Every configuration of the table."""
     found = []
-    for (generation, kind), choice in BLOCKS.items():
+    for (generation, kind), tiles in TILES.items():
         architecture = 89 if (generation, kind) == (80, "float8_e4m3fn") else generation
-        full_tile = [*choice.full_tile, *choice.measured_only]
         variants = ["forward", "grad_input", "grad_weight"]
         if kind == "float8_e4m3fn":  # It has no gradients.
             variants = ["forward"]
         if kind == "float16":  # Differs from bfloat16 only in the types of some instructions.
             variants = ["grad_weight"]
-        these = [(blocks, False, variant) for blocks in full_tile for variant in variants]
-        these += [(blocks, True, variant) for blocks in choice.split_k for variant in variants]
-        these += [(choice.unaligned, False, "odd")]
+        whole = (tiles.few, tiles.middle, tiles.many)
+        these = [(blocks, False, variant) for blocks in whole for variant in variants]
+        these += [(tiles.few, True, variant) for variant in variants]
+        these += [(tiles.unaligned, False, "odd")]
         if kind == "bfloat16":
-            these += [(choice.unaligned, False, "unit")]
+            these += [(tiles.unaligned, False, "unit")]
         found += [Case(architecture, generation, kind, *this) for this in dict.fromkeys(these)]
     return found
 
@@ -173,11 +172,28 @@ def one_per_configuration() -> list[Case]:
     return [group[at % len(group)] for at, group in enumerate(groups.values())]
 
 
+def gate_cases() -> list[Case]:
+    """For sm_90 each configuration of bfloat16; and of each other kind the one for many rows, whose
+    products, sums and loads differ by the kind."""
+    return [
+        case
+        for case in one_per_configuration()
+        if case.architecture == 90
+        and (case.kind == "bfloat16" or case.blocks == TILES[90, case.kind].many)
+    ]
+
+
+def gate_slab_cases() -> list[SlabCase]:
+    """For sm_90, by descriptors and by pointers."""
+    own = [case for case in slab_cases("installed") if case.architecture == 90]
+    return [case for case in own if case.kind in ("bfloat16", "float32") and case.slabs == 8]
+
+
 def build(case: AnyCase) -> Kernel | str:
     """Compile ``case``; returns the compiler's message if that fails."""
     import triton
 
-    from bench.gpu.precompile import compiled
+    from support.kernels.recorded import compiled
 
     triton.knobs.nvidia.dump_ptxas_log = True
     log = io.StringIO()
@@ -214,8 +230,8 @@ def build_and_keep(version: str, case: AnyCase) -> Kernel | str:
 
 def kernels_by_signature(architecture: int) -> list[tuple[Any, str]]:
     """For small products of many sizes: the launcher's signature, and the hash of the kernel."""
-    from bench.gpu.precompile import compiled
     from pipekernels.kernels.launch import Product, launch
+    from support.kernels.recorded import compiled
 
     config = Config(Blocks(16, 32, 16, 4, 2))
 

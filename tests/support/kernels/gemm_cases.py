@@ -1,4 +1,4 @@
-"""Operands, an error bound and a table of measurements for tests of the sharded GEMM."""
+"""Operands, an error bound and a pretended GPU for tests of the sharded GEMM."""
 
 import functools
 import importlib
@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipekernels.kernels import table
-from pipekernels.kernels.config import Blocks, Config, generation
-from pipekernels.kernels.table import Measurement, Shape, Table, shape_class
+from pipekernels.kernels.config import generation
 from pipekernels.local_ops import gemm_choice
 from support.error_bounds import gamma
 from support.kernels.operands import operands
@@ -66,14 +64,7 @@ class Case(NamedTuple):
         return cls(x, weight, *(term.to(out_dtype or dtype) for term in added))
 
 
-CONFIG = Config(Blocks(128, 128, 64, 8, 4))
-SHAPE = Shape("bfloat16", "forward", 64, 64, 64)
-
-
-def measured(speedup: float = 1.5, seconds: float = 1e-3, shape: Shape = SHAPE) -> Table:
-    entry = Measurement(shape, CONFIG, seconds, seconds * speedup, speedup)
-    entries = {shape_class(*shape): entry}
-    return Table("Some GPU", "2026-01-31 12:00 UTC", {"torch": "2"}, 5e-5, entries)
+ENTRY = ("bfloat16", "forward", 64, 64, 64)
 
 
 class OnGpu(torch.Tensor):
@@ -85,11 +76,14 @@ class OnGpu(torch.Tensor):
 
 
 def pretend_gpu(
-    monkeypatch: pytest.MonkeyPatch, known: Table | None, capability: tuple[int, int] = (9, 0)
+    monkeypatch: pytest.MonkeyPatch,
+    *faster: tuple[str, str, int, int, int],
+    capability: tuple[int, int] = (9, 0),
+    name: str = gemm_choice.MEASURED,
 ) -> None:
-    """Let the choice of an algorithm see a GPU for which the table ``known`` was measured."""
-    fake = gemm_choice.Gpu("Some GPU", capability, generation(capability), 132)
+    """Let the choice of an algorithm see a GPU, and products that Triton computes faster."""
+    fake = gemm_choice.Gpu(name, capability, generation(capability), 132)
     for user in (gemm_choice, module):
         monkeypatch.setattr(user, "gpu_of", lambda device: fake)
-    monkeypatch.setattr(table, "for_gpu", lambda name: known)
+    monkeypatch.setattr(gemm_choice, "FASTER", set(faster))
     monkeypatch.setattr(gemm_choice, "has_triton", lambda: True)

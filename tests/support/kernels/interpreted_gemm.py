@@ -7,10 +7,7 @@ converts.
 
 import contextlib
 import importlib
-from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +20,9 @@ from torch import Tensor
 
 from pipekernels import Communicator
 from pipekernels.kernels import launch as launching
-from pipekernels.kernels import table, tuner
 from pipekernels.kernels.config import Blocks, Config
 from pipekernels.kernels.launch import Product, launch
-from pipekernels.kernels.table import LAYOUTS, Shape, shape_class
+from pipekernels.kernels.layout import LAYOUTS
 from pipekernels.local_ops.gemm_choice import Chosen, Gpu
 from pipekernels.tensor_parallel import functional as tensor_parallel
 from support.error_bounds import gamma
@@ -167,12 +163,11 @@ def strides(data: st.DataObject) -> None:
     assert torch.equal(~base.isnan(), written)
 
 
-def test_the_bits_depend_on_neither_grid_nor_groups_nor_loops() -> None:
+def test_the_bits_depend_on_neither_grid_nor_groups() -> None:
     p = product(70, 100, 64, "forward", torch.float16)
     results = []
     for sms, group_m in ((1, 1), (3, 2), (50, 8)):
-        blocks = SMALL._replace(flatten=sms != 3)
-        launch(p, Config(blocks, group_m), generation=90, sms=sms)
+        launch(p, Config(SMALL, group_m), generation=90, sms=sms)
         results.append(p.out.clone())
     assert all(torch.equal(result, results[0]) for result in results)
 
@@ -242,66 +237,6 @@ def test_the_operation_passes_its_arguments_to_the_kernel(
     terms = sharded_gemm.Terms(*p[4:])
     assert sharded_gemm._by_triton(Chosen(config, forced=True), p.out, p.a, p.b, terms)
     check(p, config)
-
-
-def test_tuning_drops_wrong_results_and_keeps_the_fastest(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """On a simulated GPU, where one candidate is slow and all others are equally fast."""
-    right, wrong = Config(SMALL), Config(SMALL, split_k=2)
-    variant = Config(SMALL._replace(flatten=False))
-    slow = right._replace(group_m=tuner.GROUPS[-1])  # The tuner tries it by itself.
-    launched: list[Config] = []
-
-    def launch_one_wrongly(product: Product, config: Config, **arguments: Any) -> None:
-        launch(product, config, **arguments)
-        launched.append(config)
-        if config == wrong:
-            product.out[0, 0] += 1
-
-    def seconds(call: Callable[[], None], cache: Tensor) -> float:
-        launched.clear()
-        call()
-        found = 2e-3 if launched == [slow] else 1e-3
-        timed.update(launched)
-        return found
-
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=4)
-    for name, fake in {
-        "get_device_properties": lambda device: properties,
-        "get_device_name": lambda: "Some GPU",
-        "current_device": lambda: 0,
-        "synchronize": lambda: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    for name, fake in {
-        "DEVICE": "cpu",
-        "LAUNCHES": 2,
-        "device_seconds": seconds,
-        "launch": launch_one_wrongly,
-        "candidates": lambda *product: [wrong, right],
-        "variants": lambda *blocks: [variant.blocks],
-    }.items():
-        monkeypatch.setattr(tuner, name, fake)
-
-    def library(product: Product) -> None:
-        torch.mm(product.a, product.b.t(), out=product.out)
-
-    timed: Counter[Config] = Counter()
-    shapes = [Shape("float32", "forward", 16, 40, 48), Shape("float16", "grad_weight", 40, 24, 16)]
-    lines: list[str] = []
-    found = tuner.measure(shapes, library, seconds=60, report=lines.append)
-    assert found.gpu == "Some GPU" and len(lines) == 2
-    assert list(found.entries) == [shape_class(*shape) for shape in shapes]
-    for shape, entry in zip(shapes, found.entries.values(), strict=True):
-        assert entry.shape == shape and entry.config in (right, variant)
-        assert (entry.seconds, entry.vendor_seconds, entry.speedup) == (1e-3, 1e-3, 1.0)
-    assert timed[wrong] == 0 < timed[slow] < timed[right]
-    assert timed[variant] > timed[slow]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    table.save(found)
-    assert table.load("Some GPU") == found
-    assert not tuner.measure(shapes, library, seconds=-1.0).entries
 
 
 def test_the_layers_gradients_go_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

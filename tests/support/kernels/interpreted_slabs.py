@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
 from pipekernels.kernels import launch
 from pipekernels.kernels.launch import Product, launch_slabs
-from pipekernels.kernels.table import LAYOUTS
+from pipekernels.kernels.layout import LAYOUTS
 from pipekernels.local_ops import slab_gemm
 from support.error_bounds import gamma
 from support.kernels.interpreter import skip_unless_it_works

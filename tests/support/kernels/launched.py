@@ -94,7 +94,7 @@ def levels(gate: Sequence[Any], every: Sequence[Any]) -> list[Any]:
     return in_gate([(case,) for case in gate], [(case,) for case in every])
 
 
-@pytest.mark.parametrize(("case",), levels(aot.one_per_configuration()[::14], aot.cases()), ids=str)
+@pytest.mark.parametrize(("case",), levels(aot.gate_cases()[::4], aot.cases()), ids=str)
 def test_every_configuration(case: aot.Case) -> None:
     launches, maps = launched(case.architecture, lambda: aot._launch(case))
     expected = 0
@@ -105,7 +105,7 @@ def test_every_configuration(case: aot.Case) -> None:
 
 @pytest.mark.parametrize(
     ("case",),
-    levels(aot.slab_cases("oldest")[::6], aot.slab_cases("installed")),
+    levels(aot.gate_slab_cases()[::2], aot.slab_cases("installed")),
     ids=str,
 )
 def test_products_by_slabs(case: aot.SlabCase) -> None:

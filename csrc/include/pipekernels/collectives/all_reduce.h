@@ -19,10 +19,10 @@ struct CudaCaller;
 void all_reduce(Communicator& communicator, void* data, size_t count, DType dtype,
                 Reduction reduction, Algorithm algorithm, uint32_t shape = 0);
 
-// The algorithm that Algorithm::kAuto selects, the same on all ranks: one_shot up to the
-// communicator's one_shot_bytes(), or up to a built-in size if that is 0; else two_shot. If few
-// ranks select one_shot and all their tensors are symmetric, they reduce in place instead.
-Algorithm choose_algorithm(size_t bytes, const Communicator& communicator);
+// The algorithm that Algorithm::kAuto selects, the same on all ranks: one_shot up to a size that
+// depends on their number, else two_shot. If few ranks select one_shot and all their tensors are
+// symmetric, they reduce in place instead.
+Algorithm choose_algorithm(size_t bytes, int ranks);
 
 // The same on CUDA. Launches in the caller's stream and returns; a single rank launches nothing.
 void all_reduce_cuda(CudaCommunicator& communicator, void* data, size_t count, DType dtype,

@@ -54,8 +54,6 @@ class Communicator {
   // Null after close().
   const std::shared_ptr<Segment>& segment() const { return segment_; }
   const std::vector<int>& pidfds() const { return pidfds_; }
-  // See Agreement in segment.h.
-  size_t one_shot_bytes() const { return one_shot_bytes_; }
 
   // Throws std::runtime_error if this communicator has been closed.
   std::shared_ptr<SymmetricHeap> heap() const;
@@ -101,7 +99,6 @@ class Communicator {
 
   const int rank_;
   const int world_size_;
-  const size_t one_shot_bytes_;
   const Seconds timeout_;
   const std::function<void()> interrupt_, before_wait_;
   const bool prefetch_writes_;

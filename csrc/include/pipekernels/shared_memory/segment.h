@@ -3,7 +3,7 @@
 // It is an anonymous memory file (memfd). Every rank that is a process maps it; ranks that are
 // threads share one mapping. The file disappears with its last mapping:
 //
-//   [ agreement | state of rank 0 .. n-1 | device growth of rank 0 .. n-1 | buffers of rank 0 ..
+//   [ state of rank 0 .. n-1 | device growth of rank 0 .. n-1 | buffers of rank 0 ..
 //   n-1 |
 //     symmetric heap of rank 0 .. ]
 //
@@ -20,11 +20,6 @@
 #include "pipekernels/shared_memory/signal.h"
 
 namespace pipekernels {
-
-// Settings that must be the same on all ranks, written before any rank maps the memory.
-struct alignas(128) Agreement {
-  uint64_t one_shot_bytes;  // 0: the built-in limit. See choose_algorithm() in all_reduce.h.
-};
 
 // The state of one rank, written by that rank alone.
 struct alignas(128) RankState {
@@ -77,7 +72,7 @@ class Segment {
  public:
   // Returns the file descriptor of a new memory file for map(); the caller closes it. Throws
   // std::invalid_argument unless 1 <= world_size <= kMaxRanks, and std::system_error.
-  static int create(int world_size, size_t one_shot_bytes = 0);
+  static int create(int world_size);
   // Maps the file; the caller may close `fd` afterwards. Throws as create(), and
   // std::runtime_error if the file's size does not match `world_size`.
   static std::shared_ptr<Segment> map(int fd, int world_size);
@@ -91,14 +86,10 @@ class Segment {
   int world_size() const { return world_size_; }
   std::byte* base() const { return base_; }
 
-  const Agreement& agreement() const { return *reinterpret_cast<const Agreement*>(base_); }
-  RankState& state(int rank) const {
-    return reinterpret_cast<RankState*>(base_ + sizeof(Agreement))[rank];
-  }
+  RankState& state(int rank) const { return reinterpret_cast<RankState*>(base_)[rank]; }
   // To be used only if there are at most kMaxDeviceRanks.
   DeviceGrowth& growth(int rank) const {
-    return reinterpret_cast<DeviceGrowth*>(base_ + sizeof(Agreement) +
-                                           world_size_ * sizeof(RankState))[rank];
+    return reinterpret_cast<DeviceGrowth*>(base_ + world_size_ * sizeof(RankState))[rank];
   }
   std::byte* staging(int rank, uint64_t round) const {
     return buffers(rank) + round % kStagingSets * kStagingBytes;
