@@ -32,16 +32,17 @@ pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
 
 @pytest.mark.parametrize("hosts", ["", "aab"])
 def test_random_calls_equal_the_oracle(hosts: str, run_group: Callable[..., list[Any]]) -> None:
-    run_group(3, random_calls, hosts=hosts)
+    run_group(3, random_calls, hosts, hosts=hosts)
 
 
-def random_calls(rank: int) -> None:
+def random_calls(rank: int, hosts: str) -> None:
     ours = dist.group.WORLD
     assert dist.get_backend() in ("pipekernels", "cpu:pipekernels") and ours.name() == "pipekernels"
     ours._gloo = None  # No call may be delegated to Gloo.
     for seed in range(120):
+        call = Call.draw(seed, 3, 3000, group=True)
         for async_op in (False, True):
-            make_in_group(Call.draw(seed, 3, 3000, group=True), async_op)
+            make_in_group(call.anywhere() if hosts else call, async_op)
 
 
 @in_group(3)

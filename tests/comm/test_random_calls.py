@@ -4,7 +4,16 @@ import random
 
 import pytest
 import torch
-from support.sweeps.collectives import FIELDS, Call, bits, check, contents, draw_different
+from support.sweeps.collectives import (
+    FIELDS,
+    GROUP_OPERATIONS,
+    REDUCE_OPS,
+    Call,
+    bits,
+    check,
+    contents,
+    draw_different,
+)
 
 pytestmark = pytest.mark.full
 
@@ -42,6 +51,14 @@ def test_draws_depend_only_on_the_seed_and_cover_everything() -> None:
     assert min(torch.Size(call.shape).numel() for call in calls) == 0
     assert any(contents(call, 0).isnan().any() for call in calls)
     assert not torch.equal(contents(calls[1], 0), contents(calls[1], 1))
+
+
+def test_draws_for_groups_have_all_operations_reductions_and_dtypes() -> None:
+    calls = [Call.draw(seed, 3, 1000, group=True) for seed in range(120)]
+    assert {call.operation for call in calls} == set(GROUP_OPERATIONS)
+    reductions = [call for call in calls if "reduce" in call.operation]
+    assert {call.op for call in reductions} == set(REDUCE_OPS)
+    assert len({call.dtype for call in reductions}) == 11
 
 
 def test_every_mismatch_differs_somewhere_in_every_call() -> None:

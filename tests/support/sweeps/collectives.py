@@ -171,7 +171,8 @@ def contents(call: Call, rank: int) -> Tensor:
     if dtype in OTHERS:
         return torch.randint(0, 100, call.shape, generator=generator).to(dtype)
     values = torch.randn(call.shape, generator=generator, dtype=torch.float64)
-    values = ((4 * values).round() if call.whole else values).to(dtype)
+    # Whole numbers without -0.0: which zero is the minimum depends on the order.
+    values = ((4 * values).round() + 0.0 if call.whole else values).to(dtype)
     if call.special and values.numel() > 0:
         info = torch.finfo(dtype)
         odd = [math.inf, math.nan, -math.inf, -0.0, 0.0, info.max, info.tiny / 4]
