@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import reference
 from support.ranks import on, on_ranks, run_threads
-from support.sweeps.collectives import ALGORITHMS, FLOATS
+from support.sweeps.collectives import ALGORITHMS
 from torch import Tensor
 
 from pipekernels import Communicator, ops
@@ -41,29 +41,6 @@ def test_the_tree(device: torch.device) -> None:
 
     for values in sums:
         run_threads(len(values), on(device, on_rank, values))
-
-
-def check_values(comm: Communicator, device: torch.device) -> None:
-    differ = 0
-    for dtype in FLOATS:
-        inputs = [x.to(device) for x in terms(dtype)[: comm.world_size]]
-        for op in ("sum", "avg"):
-            expected = reference.all_reduce(inputs, op, "tree")
-            differ += int((expected != reference.all_reduce(inputs, op, "rank")).sum())
-            for algorithm in ALGORITHMS:
-                x = inputs[comm.rank].clone()
-                assert comm.all_reduce(x, op, algorithm=algorithm, order="tree").equal(expected)
-            wide = [x[: 8 * 125].view(1000, 1)[: 1000 // comm.world_size * comm.world_size]
-                    for x in inputs]  # fmt: skip
-            part = comm.reduce_scatter(wide[comm.rank], op, order="tree")
-            assert part.equal(reference.reduce_scatter(wide, op, "tree")[comm.rank])
-    assert (differ > 100) == (comm.world_size > 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", range(1, TERMS + 1))
-def test_values_equal_the_reference_on_threads(world_size: int, device: torch.device) -> None:
-    run_threads(world_size, on(device, check_values, device))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
