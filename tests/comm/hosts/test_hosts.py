@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import reference
 from support.levels import in_gate
 from support.ranks import as_test, leakable_resources, leaves_the_group, picklable, run_processes
 from support.sweeps.collectives import Call, make
