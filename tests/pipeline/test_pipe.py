@@ -9,10 +9,8 @@ import torch
 from support.function_layer import FunctionLayer
 from support.pipes import (
     Pipe,
-    assert_equals_plain,
     assert_same_gradients,
     on_cpus,
-    outcome,
     pipe_of,
 )
 from torch import nn
@@ -33,17 +31,6 @@ def mlp(width: int = 6, dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 def on(place: torch.device, module: nn.Sequential, balance: list[int], **kwargs: object) -> Pipe:
     return Pipe(module, balance, devices=[place] * len(balance), **kwargs)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("batch", [7, 16])
-def test_bits_of_a_one_thread_loop(batch: int, mode: str, execution: str, one_thread: None) -> None:
-    """Two lanes share the two intra-op threads: each uses one, inline too."""
-    module, x = mlp(32, torch.float32), torch.randn(batch, 32)
-    expected = outcome(module, x, chunks=4)
-    torch.set_num_threads(2)
-    pipe = on_cpus(module, [2, 3], chunks=4, checkpoint=mode)
-    torch.testing.assert_close(outcome(pipe, x), expected, rtol=0, atol=0)
 
 
 def test_autograd_grad_does_not_change_grad_and_hooks_run_once(place: torch.device) -> None:
@@ -174,24 +161,6 @@ def test_an_output_that_the_loss_does_not_use(mode: str, place: torch.device) ->
     assert pipe[1].b.weight.grad is None
 
 
-def test_a_stage_that_returns_its_input(place: torch.device) -> None:
-    """A layer that might write to its input gets a copy, whose graph has a custom function."""
-    layer = nn.Linear(3, 3)
-    pipe = pipe_of(layer, FunctionLayer(lambda x: x), device=place)
-    pipe(torch.ones(4, 3)).sum().backward()
-    assert layer.weight.grad is not None
-    torch.testing.assert_close(layer.weight.grad, torch.full((3, 3), 4.0))
-
-
-def test_a_layer_shared_by_two_stages_and_tied_weights() -> None:
-    shared, a, b = (nn.Linear(4, 4) for _ in range(3))
-    b.weight = a.weight
-    pipe = on_cpus(nn.Sequential(shared, a, b, shared).double(), [2, 2], chunks=3)
-    assert len(list(pipe.parameters())) == 5
-    for _ in range(2):
-        assert_equals_plain(pipe, torch.randn(5, 4, dtype=torch.float64))
-
-
 def test_frozen_parameters_and_inputs_without_grad(place: torch.device) -> None:
     module = mlp()
     module[0].weight.requires_grad_(False)
@@ -200,19 +169,6 @@ def test_frozen_parameters_and_inputs_without_grad(place: torch.device) -> None:
     assert pipe[0].weight.grad is None and pipe[0].bias.grad is not None
     pipe.requires_grad_(False)
     assert not pipe(torch.randn(4, 6, dtype=torch.float64)).requires_grad
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(context, place: torch.device) -> None:
-    module = mlp()
-    pipe = on(place, module, [2, 3], chunks=4)
-    x = torch.randn(6, 6, dtype=torch.float64)
-    with context():
-        output = pipe(x)
-        expected = module(x)
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
-    assert not output.requires_grad
-    assert output.is_inference() == expected.is_inference()
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

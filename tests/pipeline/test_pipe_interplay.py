@@ -255,35 +255,6 @@ def test_in_place_operations_that_begin_later(checkpoint: str, execution: str) -
         assert_equals_plain(pipe, x)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize(
-    "first",
-    [nn.ReLU(inplace=True), FunctionLayer(lambda x: x.sub_(0.5).mul_(x.detach() > 0))],
-    ids=["relu", "function"],
-)
-@pytest.mark.parametrize("wants_grad", [False, True])
-def test_an_in_place_first_layer_does_not_change_the_input(
-    first: nn.Module, wants_grad: bool, checkpoint: str, execution: str
-) -> None:
-    module = nn.Sequential(first, *mlp())
-    pipe = Pipe(module, [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
-    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=wants_grad)
-    h = x * 1
-    before = h.detach().clone()
-    for _ in range(2):
-        pipe.zero_grad()
-        x.grad = None
-        (pipe(h).square().sum() + h.sum()).backward(retain_graph=True)
-        assert torch.equal(h, before)
-    expected = copy.deepcopy(pipe.to_sequential())
-    expected.zero_grad()
-    y = x.detach().clone().requires_grad_()
-    (expected(y * 1).square().sum() + y.sum()).backward()
-    assert_same_gradients(pipe, expected)
-    if wants_grad:
-        torch.testing.assert_close(x.grad, y.grad)
-
-
 def test_a_failed_backward_does_not_affect_the_next(execution: str) -> None:
     fails = True
 

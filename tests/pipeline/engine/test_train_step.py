@@ -2,7 +2,6 @@
 
 import time
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -130,41 +129,6 @@ def test_a_loss_with_parameters_and_tuples_of_targets(place: torch.device) -> No
     by_twos(piped).train_step(x, (y, mask), piped_loss)
     torch.testing.assert_close(gradients(piped), gradients(plain), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(gradients(piped_loss), gradients(plain_loss), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_random_numbers_do_not_depend_on_the_execution(options: dict[str, Any]) -> None:
-    """Those of layers and of the loss."""
-    x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
-    drawn: set[float] = set()
-
-    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        noise = torch.rand((), dtype=torch.float64)
-        drawn.add(noise.item())
-        return F.mse_loss(F.dropout(output, 0.4), target) * noise
-
-    results = []
-    for execution, checkpoint in product(("inline", "threads", "threads"), ("never", "always")):
-        module = model()
-        module[1], module[3] = nn.Dropout(0.4), nn.Dropout(0.4)
-        pipe = by_twos(module, checkpoint=checkpoint, execution=execution)
-        torch.manual_seed(3)
-        losses = [pipe.train_step(x, y, loss_fn, **options) for _ in range(2)]
-        results.append([*losses, *gradients(module)])
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-    assert len(drawn) == 2 * 4  # Steps and micro-batches.
-
-
-def test_deferred_batch_norm_is_committed_once(place: torch.device) -> None:
-    x, y = torch.randn(9, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
-    plain = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
-    plain(x)
-    piped = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
-    pipe = Pipe(piped, [1, 1], devices=[place] * 2, chunks=4, deferred_batch_norm=True)
-    pipe.train_step(x, y, F.mse_loss)
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        torch.testing.assert_close(getattr(pipe[0], name), getattr(plain[0], name))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -287,15 +287,6 @@ def test_an_exception_of_a_micro_batch_is_raised_and_the_model_stays_usable() ->
     torch.testing.assert_close(model[1].running_mean, torch.full((2,), 0.1))
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(context: Callable[[], Any]) -> None:
-    model = chunked(nn.Linear(2, 2), 2)
-    with context():
-        output = model(torch.ones(4, 2))
-    assert not output.requires_grad
-    assert output.is_inference() == (context is torch.inference_mode)
-
-
 @pytest.mark.compile
 @pytest.mark.skipif(
     torch.__version__ < (2, 7),

@@ -1,14 +1,13 @@
 """Pipes under autocast have the bits of a loop over micro-batches without the cast cache."""
 
 import copy
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.error_bounds import gamma
-from support.pipes import Pipe, assert_same_gradients, on_cpus
+from support.pipes import Pipe, on_cpus
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -77,15 +76,11 @@ def pipe_of(module: nn.Sequential, balance: list[int], checkpoint: str = "never"
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("balance", [[5], [3, 2]])
-def test_bits_of_the_loop_without_the_cast_cache(
-    balance: list[int], watched: bool, checkpoint: str, execution: str, x: torch.Tensor
-) -> None:
+def test_bits_of_the_loop_under_a_mode(checkpoint: str, execution: str, x: torch.Tensor) -> None:
     module = plain()
     expected = results(copy.deepcopy(module), x, chunks=CHUNKS, cache=False)
-    pipe = pipe_of(module, balance, checkpoint)
-    with Watching() if watched else nullcontext():
+    pipe = pipe_of(module, [3, 2], checkpoint)
+    with Watching():
         found = results(pipe, x)
         assert torch.is_autocast_cache_enabled()
     assert all(map(torch.equal, found, expected))
@@ -122,23 +117,3 @@ def test_a_weight_that_is_used_twice(
     for name, p in module.named_parameters():
         bound = gamma(2 * CHUNKS - 1, FLOAT) * magnitude[name]
         assert ((p.grad - total[name]).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_training_steps(schedule: str, execution: str, x: torch.Tensor) -> None:
-    """There is a backward per micro-batch; those of GPipe are from the last to the first."""
-
-    def loss_fn(output: torch.Tensor) -> torch.Tensor:
-        return output.float().square().sum()
-
-    module = plain()
-    reference = copy.deepcopy(module)
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        losses = [loss_fn(reference(part)) for part in x.tensor_split(CHUNKS)]
-    for loss in reversed(losses) if schedule == "gpipe" else losses:
-        loss.backward()
-    with torch.autocast("cpu", torch.bfloat16):
-        pipe_of(module, [3, 2]).train_step(
-            x, None, loss_fn, schedule=schedule, loss_reduction="sum"
-        )
-    assert_same_gradients(module, reference, atol=0)

@@ -4,47 +4,13 @@ boundaries of stages."""
 import pytest
 import torch
 from support.function_layer import FunctionLayer
-from support.pipes import on_cpus, outcome
+from support.pipes import on_cpus
 from support.sweeps.pipes import differs
 from torch import nn
 
 from pipekernels.pipeline.stage.entry import copy_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def transposed() -> nn.Sequential:
-    """Gradients of the convolution's input have other strides than the input."""
-    swap = FunctionLayer(lambda x: x.transpose(1, 2))
-    conv = nn.Conv1d(64, 64, 3, padding=1)
-    return nn.Sequential(nn.Linear(64, 64), swap, conv, swap, nn.GELU(), nn.LayerNorm(64))
-
-
-def recurrent() -> nn.Sequential:
-    lstm = nn.Sequential(nn.LSTM(64, 64, batch_first=True), FunctionLayer(lambda y: y[0]))
-    return nn.Sequential(lstm, FunctionLayer(lambda x: x[:, -1]), nn.Linear(64, 64), nn.GELU())
-
-
-MODELS = {
-    "transposed": (transposed, lambda: torch.randn(16, 40, 64), [3, 1, 2]),
-    "recurrent": (recurrent, lambda: torch.randn(40, 16, 64).transpose(0, 1), [1, 1, 2]),
-    "columns": (
-        lambda: nn.Sequential(nn.GELU(), FunctionLayer(torch.Tensor.sigmoid), nn.Linear(64, 64)),
-        lambda: torch.randn(64, 16).t(),
-        [1, 2],
-    ),
-}
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_pipe_has_the_bits_of_the_loop(name: str, checkpoint: str, execution: str) -> None:
-    make, data, balance = MODELS[name]
-    torch.manual_seed(0)
-    model, x = make(), data()
-    expected = outcome(model, x, chunks=4)
-    pipe = on_cpus(model, balance, chunks=4, checkpoint=checkpoint)
-    torch.testing.assert_close(outcome(pipe, x), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])

@@ -54,19 +54,6 @@ def needs_one_thread(pipe: Pipe) -> bool:
     return stages.traits.draw_hidden_dropout() or stages.observed.needs_one_thread()
 
 
-@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
-def test_random_numbers_do_not_depend_on_execution_or_timing(mode: str) -> None:
-    options = {"devices": ["cpu"] * 3, "chunks": 4, "checkpoint": mode}
-    inline, threads = (
-        Pipe(build(), [2, 2, 1], **options, execution=execution)
-        for execution in ("inline", "threads")
-    )
-    expected = results(inline, 5)
-    for _ in range(5):
-        torch.testing.assert_close(results(threads, 5), expected, rtol=0, atol=0)
-    assert not torch.equal(results(threads, 6)[0], expected[0])
-
-
 def test_checkpointing_does_not_change_the_masks(place: torch.device) -> None:
     module = build()
     options = {"balance": [2, 3], "devices": [place] * 2, "chunks": 3}

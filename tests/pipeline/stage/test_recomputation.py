@@ -5,12 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.function_layer import FunctionLayer
 from support.pipes import Pipe, assert_equals_plain, assert_same_gradients, on_cpus
 from torch import Tensor, nn
 from torch.nn.utils import prune
-
-from pipekernels.pipeline.stage.checkpoint import is_recomputing
 
 MODES = ["never", "except_last", "always"]
 
@@ -143,108 +140,3 @@ def test_a_buffer_that_requires_a_gradient(checkpoint: str, execution: str, x: T
     piped(module, checkpoint)(x).square().sum().backward()
     grads = [buffer.grad for buffer in module.buffers()]
     torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10)
-
-
-class Counting(nn.Linear):
-    """Multiplies by a buffer that counts calls, and that is updated in place or replaced."""
-
-    def __init__(self, in_place: bool, first: int = 0) -> None:
-        super().__init__(4, 4)
-        self.in_place, self.first, self.calls = in_place, first, 0
-        self.register_buffer("count", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x).tanh() * self.count.clone()
-        self.calls += not is_recomputing()
-        if self.calls > self.first and self.in_place:
-            self.count.add_(1)
-        elif self.calls > self.first:
-            self.count = self.count + 1
-        return y
-
-
-class Sharing(nn.Linear):
-    """Multiplies by a buffer that another layer changes."""
-
-    def __init__(self, other: Counting) -> None:
-        super().__init__(4, 4)
-        self.register_buffer("count", other.count)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.count.clone()
-
-
-def shared_buffer() -> list[nn.Module]:
-    counting = Counting(True)
-    return [counting, Sharing(counting), nn.Linear(4, 4)]
-
-
-CHANGING: dict[str, Callable[[], list[nn.Module]]] = {
-    "old spectral norm": lambda: [nn.utils.spectral_norm(nn.Linear(4, 4)) for _ in range(3)],
-    "new spectral norm": lambda: [
-        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)) for _ in range(3)
-    ],
-    "counts in place": lambda: [Counting(True) for _ in range(3)],
-    "counts by replacing": lambda: [Counting(False) for _ in range(3)],
-    "counts later": lambda: [Counting(True, first) for first in (1, 2, 5)],
-    "shared": shared_buffer,
-}
-
-
-def changing(layers: str, checkpoint: str) -> tuple[nn.Sequential, nn.Sequential, Pipe]:
-    """A module whose layers change their buffers, a copy, and a pipe of the module."""
-    torch.manual_seed(0)
-    module = nn.Sequential(*CHANGING[layers]()).double()
-    if layers == "shared":  # double() has given each layer its own buffer.
-        module[1].count = module[0].count
-    reference = copy.deepcopy(module)
-    return module, reference, on_cpus(module, [2, 1], chunks=3, checkpoint=checkpoint)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("layers", CHANGING)
-def test_layers_change_buffers(layers: str, checkpoint: str, execution: str, x: Tensor) -> None:
-    """A recomputation sees the buffers of its forward, and restores those of the last forward."""
-    module, reference, pipe = changing(layers, checkpoint)
-    for _ in range(3):
-        output = pipe(x)
-        buffers = list(pipe.buffers())
-        values = [buffer.clone() for buffer in buffers]
-        expected = torch.cat([reference(part) for part in x.tensor_split(3)])
-        for _ in range(2):
-            output.square().sum().backward(retain_graph=True)
-            expected.square().sum().backward(retain_graph=True)
-        assert all(a is b for a, b in zip(pipe.buffers(), buffers, strict=True))
-        for others in (values, [*reference.buffers()]):
-            torch.testing.assert_close(buffers, others, rtol=0, atol=0)
-        torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
-        assert_same_gradients(module, reference, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("layers", CHANGING)
-def test_steps_change_buffers(layers: str, schedule: str, execution: str, x: Tensor) -> None:
-    module, reference, pipe = changing(layers, "always")
-    for _ in range(2):
-        pipe.train_step(
-            x, None, lambda y: y.square().sum(), schedule=schedule, loss_reduction="sum"
-        )
-        torch.cat([reference(part) for part in x.tensor_split(3)]).square().sum().backward()
-        torch.testing.assert_close([*pipe.buffers()], [*reference.buffers()], rtol=0, atol=0)
-        assert_same_gradients(module, reference, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("backwards", [1, 2])
-def test_inputs_survive(backwards: int, checkpoint: str, execution: str, x: Tensor) -> None:
-    """The second stage returns a view of its input, and the third works in place."""
-    in_place = FunctionLayer(lambda x: x.sub_(0.5).mul_(x.detach() > 0))
-    layers = nn.Linear(4, 4), nn.Flatten(0), nn.Unflatten(0, (-1, 4)), in_place, nn.Tanh()
-    module = nn.Sequential(*layers).double()
-    reference = copy.deepcopy(module)
-    pipe = on_cpus(module, [1, 2, 2], chunks=3, checkpoint=checkpoint)
-    for net in (pipe, reference):
-        output = net(x)
-        for _ in range(backwards):
-            output.square().sum().backward(retain_graph=True)
-    assert_same_gradients(module, reference)

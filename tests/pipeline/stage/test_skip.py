@@ -2,42 +2,16 @@
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from support.pipes import Pipe, assert_equals_plain, assert_same_gradients, on_cpus, pipe_of
+from support.pipes import assert_equals_plain, on_cpus, pipe_of
 from support.skip_layers import Pop, Stash
 from torch import nn
 
-from pipekernels.pipeline.schedule.program import SCHEDULES
-from pipekernels.skip import Namespace, pop, skippable, stash, verify_skippables
+from pipekernels.skip import Namespace, skippable, stash, verify_skippables
 
 MODES = ["never", "except_last", "always"]
-
-
-@skippable(stash=["b"], pop=["a"])
-class Exchange(nn.Module):
-    """Pops one skip and stashes another."""
-
-    def forward(self, x):
-        a = yield pop("a")
-        yield stash("b", x * a)
-        return x + a
-
-
-@skippable(stash=["a"])
-class Start(nn.Module):
-    def forward(self, x):
-        yield stash("a", x.sin())
-        return x
-
-
-@skippable(pop=["b"])
-class End(nn.Module):
-    def forward(self, x):
-        b = yield pop("b")
-        return x - b
 
 
 def stashing() -> Stash:
@@ -46,56 +20,6 @@ def stashing() -> Stash:
 
 def popping() -> Pop:
     return Pop(nn.Linear(5, 5))
-
-
-def two_namespaces() -> list[nn.Module]:
-    one, two = Namespace(), Namespace()
-    return [
-        stashing().isolate(one), nn.Linear(5, 5), stashing().isolate(two), nn.Tanh(),
-        popping().isolate(two), popping().isolate(one), nn.Linear(5, 5),
-    ]  # fmt: skip
-
-
-MODELS: dict[str, tuple[Any, list[list[int]]]] = {
-    "one skip": (
-        lambda: [stashing(), nn.Linear(5, 5), nn.GELU(), popping()],
-        [[1, 2, 1], [1, 3], [4], [1] * 4],
-    ),
-    "to the next stage": (lambda: [stashing(), popping(), nn.Linear(5, 5)], [[1, 1, 1], [2, 1]]),
-    "nested": (two_namespaces, [[2, 1, 2, 2], [1] * 7, [3, 4]]),
-    "crossing": (
-        lambda: [Start(), nn.Linear(5, 5), Exchange(), nn.Linear(5, 5), End()],
-        [[1] * 5, [2, 2, 1], [1, 4]],
-    ),
-}  # fmt: skip
-CASES = [(name, balance) for name, (_, balances) in MODELS.items() for balance in balances]
-
-
-def build(name: str) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*MODELS[name][0]()).double()
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize(("name", "balance"), CASES)
-def test_equal_results(name: str, balance: list[int], checkpoint: str, place: torch.device) -> None:
-    devices = [place] * len(balance)
-    pipe = Pipe(build(name), balance, devices=devices, chunks=3, checkpoint=checkpoint)
-    assert_equals_plain(pipe, torch.randn(8, 5, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", MODELS)
-def test_under_every_schedule(name: str, schedule: str, place: torch.device) -> None:
-    plain, piped = build(name), build(name)
-    stages = 2
-    balance = [len(piped) - 1, 1] if name != "one skip" else [2, 2]
-    pipe = Pipe(piped, balance, devices=[place] * stages, chunks=4, checkpoint="except_last")
-    x = torch.randn(9, 5, dtype=torch.float64)
-    plain(x).square().mean().backward()
-    lanes = {"lanes": 2} if schedule == "interleaved" else {}
-    pipe.train_step(x, None, lambda y: y.square().mean(), schedule=schedule, **lanes)
-    assert_same_gradients(piped, plain)
 
 
 def test_a_skip_does_not_pass_the_stages_in_between() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import assert_equals_plain, on_cpus
+from support.pipes import on_cpus
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrizations import weight_norm
@@ -142,20 +142,6 @@ def test_a_graph_keeps_no_gradient() -> None:
     kept = weakref.ref(grad)
     del rest, grad
     assert kept() is None
-
-
-def test_a_stage_that_returns_its_parameter() -> None:
-    class Lends(nn.Linear):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return super().forward(x), self.weight
-
-    class Borrows(nn.Module):
-        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            return pair[0] @ pair[1]
-
-    model = nn.Sequential(nn.Linear(6, 6), Lends(6, 6), Borrows()).double()
-    pipe = on_cpus(model, [1, 1, 1], chunks=2, checkpoint="never", execution="split")
-    assert_equals_plain(pipe, torch.randn(4, 6, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("kind", ["on a tensor", "register_prehook", "register_hook"])

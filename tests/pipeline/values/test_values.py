@@ -2,12 +2,12 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from support.function_layer import FunctionLayer
-from support.pipes import Pipe, assert_equals_plain, assert_same_gradients, pipe_of
+from support.pipes import Pipe, assert_same_gradients, pipe_of
 from torch import nn
 from torch.nn.utils.rnn import (
     PackedSequence,
@@ -22,58 +22,6 @@ from pipekernels.pipeline.values import structure
 MODES = ["never", "except_last", "always"]
 
 
-class Inner(NamedTuple):
-    hidden: torch.Tensor
-    index: torch.Tensor
-
-
-class Encode(nn.Linear):
-    """Takes several arguments and returns nested containers."""
-
-    def forward(self, x, pair=None, *, scale=1.0, mask=None, name="none"):
-        if mask is not None:
-            assert mask.shape == (4,)
-            x = x * mask
-        if pair is not None:
-            x = x + pair["a"] * pair["b"][0]
-        inner = Inner(super().forward(x) * scale, torch.arange(len(x)))
-        return {"inner": inner, "name": [name, None]}
-
-
-class Decode(nn.Linear):
-    def forward(self, value):
-        y = super().forward(value["inner"].hidden)
-        return {"y": y, "rest": (value["inner"].index, value["name"], len(y))}
-
-
-closely = {"rtol": 0, "atol": 1e-10}
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_nested_values_and_several_arguments(checkpoint: str, place: torch.device) -> None:
-    plain = nn.Sequential(Encode(4, 4), Decode(4, 3)).double()
-    piped = copy.deepcopy(plain)
-    pipe = Pipe(piped, [1, 1], devices=[place] * 2, chunks=3, checkpoint=checkpoint)
-    x, a, b = torch.randn(3, 7, 4, dtype=torch.float64).unbind()
-    mask = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
-    for module in (pipe, plain):
-        given = [t.clone().requires_grad_() for t in (x, a, b)]
-        arguments = given[0], {"a": given[1], "b": [given[2], 5]}
-        if module is pipe:
-            out = pipe(*arguments, scale=2.0, mask=NoChunk(mask), name="n")
-        else:
-            out = plain[1](plain[0](*arguments, scale=2.0, mask=mask, name="n"))
-        out["y"].square().sum().backward()
-        if module is pipe:
-            ours, grads = out, [t.grad for t in given]
-    torch.testing.assert_close(ours["y"], out["y"], **closely)
-    torch.testing.assert_close(grads, [tensor.grad for tensor in given], **closely)
-    assert_same_gradients(piped, plain)
-    index, (name, nothing), lengths = ours["rest"]
-    assert index.tolist() == [0, 1, 2, 0, 1, 0, 1]  # Each micro-batch counts its own rows.
-    assert name == ["n"] * 3 and nothing is None and lengths == [3, 2, 2]
-
-
 def test_only_a_keyword_argument_and_a_list(place: torch.device) -> None:
     pipe = pipe_of(nn.Linear(4, 2), nn.Tanh(), device=place)
     x = torch.randn(4, 4)
@@ -83,18 +31,11 @@ def test_only_a_keyword_argument_and_a_list(place: torch.device) -> None:
     assert torch.equal(pipe([x, x, x]), 3 * x)
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("dim", [1, 2])
-def test_another_batch_dimension(dim: int, checkpoint: str, place: torch.device) -> None:
+def test_targets_are_cut_along_the_batch_dimension(place: torch.device) -> None:
     plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double()
     piped = copy.deepcopy(plain)
-    pipe = Pipe(piped, [2, 1], devices=[place] * 2, chunks=3, batch_dim=dim, checkpoint=checkpoint)
-    shape = [2, 3, 4, 5]
-    shape[dim] = 7
-    x, weights = torch.randn(2, *shape, dtype=torch.float64)
-    assert_equals_plain(pipe, x)
-
-    piped.zero_grad()
+    pipe = Pipe(piped, [2, 1], devices=[place] * 2, chunks=3, batch_dim=1)
+    x, weights = torch.randn(2, 2, 7, 4, 5, dtype=torch.float64)
     (plain(x) * weights).sum().backward()
     pipe.train_step(x, weights, lambda y, w: (y * w).sum(), loss_reduction="sum")
     assert_same_gradients(piped, plain)

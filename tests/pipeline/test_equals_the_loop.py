@@ -1,0 +1,134 @@
+"""A pipe has the bits of the plain loop over its micro-batches, and the results of the model.
+
+Every schedule, execution, mode of checkpointing and place, with models of all kinds of values.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from support.levels import pairwise
+from support.loops import WAYS, Loop, cut, lanes_for, loss_of, results
+from support.pipe_models import CHUNKS, MODELS, Model
+from support.ranks import run_processes
+from support.spmd_cases import LIMIT, line, run
+from torch import nn
+
+from pipekernels import Communicator, Pipe, move_to_device, parallelize_pipeline
+from pipekernels.pipeline.engine.lanes import intra_op_threads
+from pipekernels.pipeline.stage.checkpoint import MODES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXECUTIONS = ("inline", "threads", "split", "auto")
+
+
+def loop_of(model: Model, dtype: torch.dtype) -> tuple[Loop, nn.Sequential]:
+    module = model.build(dtype)
+    dim, copies = model.options.get("batch_dim", 0), model.writes_to_inputs
+    return Loop(cut(module, model.balance), CHUNKS, dim, copies=copies), module
+
+
+def autocast(model: Model):
+    return torch.autocast("cpu", torch.bfloat16) if model.autocast else nullcontext()
+
+
+@pytest.mark.parametrize(
+    *pairwise(name=list(MODELS), way=WAYS, execution=EXECUTIONS, checkpoint=MODES)
+)
+def test_bits_of_the_loop(name: str, way: str, execution: str, checkpoint: str) -> None:
+    """Twice, as the second mini-batch may run otherwise than the first, which is observed."""
+    model = MODELS[name]
+    dtype = torch.float64 if model.has_sums else torch.float32
+    args, stages = model.inputs(dtype), len(model.balance)
+    loop, plain = loop_of(model, dtype)
+    with autocast(model):
+        expected = [results(loop, way, args, plain, stages, model.loss) for _ in range(2)]
+    module = model.build(dtype)
+    pipe = Pipe(
+        module, model.balance, devices=["cpu"] * stages, chunks=CHUNKS, checkpoint=checkpoint,
+        execution=execution, **model.options,
+    )  # fmt: skip
+    # Each lane has one of the intra-op threads.
+    lanes = min(lanes_for(way, stages).get("lanes", stages), CHUNKS)
+    with intra_op_threads(lanes), autocast(model):
+        found = [results(pipe, way, args, module, stages, model.loss) for _ in range(2)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 if model.has_sums else 0)
+
+
+def without_a_pipe(model: Model) -> tuple[Loop, nn.Sequential]:
+    """The whole batch as one micro-batch."""
+    module = model.build(torch.float64)
+    dim, copies = model.options.get("batch_dim", 0), model.writes_to_inputs
+    return Loop([module], 1, dim, copies=copies), module
+
+
+BY_ROW = [name for name, model in MODELS.items() if model.is_by_row]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BY_ROW)
+def test_equals_the_model(name: str, way: str, device: torch.device) -> None:
+    model = MODELS[name]
+    args, stages = model.inputs(torch.float64), len(model.balance)
+    plain, reference = without_a_pipe(model)
+    outputs, flags, grads, *_ = results(plain, way, args, reference, stages)
+    module = model.build(torch.float64)
+    pipe = Pipe(module, model.balance, devices=[device] * stages, chunks=CHUNKS, **model.options)
+    for _ in range(2):
+        found = results(pipe, way, [move_to_device(arg, device) for arg in args], module, stages)
+        torch.testing.assert_close(
+            found[:3], [outputs, flags, grads], rtol=0, atol=1e-10, check_device=False
+        )
+
+
+# Draws in the caller's order; has several arguments, which a Sequential does not take; is refused
+# by torch (test_chunked.py).
+NOT_MAPPED = "dropout", "nested", "in place"
+
+
+@pytest.mark.parametrize("way", ["forward", "two backwards", "no_grad", "inference_mode"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_MAPPED])
+def test_a_device_map_has_the_bits_of_the_loop(name: str, way: str) -> None:
+    """Its graph is the loop's, so that sums have the order of the loop, too."""
+    model = MODELS[name]
+    args = model.inputs(torch.float32)
+    loop, plain = loop_of(model, torch.float32)
+    module = model.build(torch.float32)
+    dim = model.options.get("batch_dim", 0)
+    mapped = parallelize_pipeline(module, {"": "cpu"}, chunks=CHUNKS, batch_dim=dim)
+    with autocast(model), torch.autocast("cpu", enabled=model.autocast, cache_enabled=False):
+        expected = [results(loop, way, args, plain, 1) for _ in range(2)]
+        found = [results(mapped, way, args, module, 1) for _ in range(2)]
+    for ours, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours[:4], wanted[:4], rtol=0, atol=0)
+
+
+def on_rank(comm: Communicator) -> None:
+    for name in ("tensors", "frozen", "batch norm", "deferred batch norm"):
+        model = MODELS[name]
+        (x,) = model.inputs(torch.float32)
+        plain = model.build(torch.float32)
+        reference = cut(plain, model.balance)
+        stage = cut(model.build(torch.float32), model.balance)[comm.rank]
+        loop, x = Loop(reference, CHUNKS), x[: 2 * CHUNKS]
+        outputs, _, (x_grad, *_), *_ = results(
+            loop, "forward", [x.detach().requires_grad_()], plain, 4
+        )
+        x = x.detach().requires_grad_()
+        output = run(stage, x, line(comm), CHUNKS)
+        loss_of(output).backward()
+        if comm.rank == 3:
+            assert torch.equal(output, *outputs)
+        if comm.rank == 0:
+            assert torch.equal(x.grad, x_grad)
+        found, expected = (
+            [*(p.grad for p in module.parameters()), *module.buffers()]
+            for module in (stage, reference[comm.rank])
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.processes
+def test_stages_on_a_process_each_have_the_bits_of_the_loop() -> None:
+    run_processes(4, on_rank, limit=LIMIT)
