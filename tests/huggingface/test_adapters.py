@@ -116,20 +116,6 @@ def test_adapters_that_need_whole_weights_or_differ_are_refused(comm: Communicat
     assert before == dict(model.named_modules())
 
 
-def test_adapters_can_be_merged_into_the_shards() -> None:
-    plain = adapted("Llama")
-    with torch.no_grad():
-        expected = plain(input_ids=tokens(2, 9)).logits
-
-    def body(model: Any, _: Communicator) -> None:
-        model = model.merge_and_unload()
-        assert not any("lora" in key for key, _ in model.named_parameters())
-        with torch.no_grad():
-            torch.testing.assert_close(model(tokens(2, 9)).logits, expected, rtol=1e-5, atol=1e-6)
-
-    run_sharded(plain, 2, body)
-
-
 def test_the_plan_shows_the_parts() -> None:
     kinds = {layer.name: layer.kind for layer in plan_for(adapted("Llama"), 2).layers}
     prefix = "model.layers.*.self_attn"

@@ -176,28 +176,6 @@ def test_any_number_of_dimensions_and_no_rows(shape: tuple[int, ...], device: to
     run_threads(2, on(device, on_rank))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_column_then_row_is_the_plain_pair(world_size: int, device: torch.device) -> None:
-    """The pair needs no communication in between: shards of its hidden features correspond."""
-    torch.manual_seed(0)
-    up, down = (nn.Linear(*size).to(device).double() for size in ((5, IN), (IN, 6)))
-    x = torch.randn(ROWS, 5, dtype=torch.float64).to(device).requires_grad_()
-    expected = down(torch.tanh(up(x)))
-    expected.sum().backward()
-
-    def on_rank(comm: Communicator) -> None:
-        first = ColumnParallelLinear.from_linear(up, comm)
-        second = RowParallelLinear.from_linear(down, comm)
-        own = x.detach().clone().requires_grad_()
-        y = second(torch.tanh(first(own)))
-        y.sum().backward()
-        torch.testing.assert_close(y, expected)
-        torch.testing.assert_close(own.grad, x.grad)
-        assert_full_gradients(nn.Sequential(first, second), nn.Sequential(up, down))
-
-    run_threads(world_size, on(device, on_rank))
-
-
 def test_skip_bias_add_and_no_reduction(device: torch.device) -> None:
     case = Case(torch.float64, device=device)
 
