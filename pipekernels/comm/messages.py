@@ -66,7 +66,7 @@ def read(record: Any, message_type: Any) -> Any:
         if type(record) is str and record in _DTYPES:
             return _DTYPES[record]
     elif type(record) is not list:
-        if type(record) is message_type:  # A bool is no int.
+        if type(record) is message_type:  # type(), as a bool is also an int.
             return record
     elif of:  # A list or tuple of items.
         return get_origin(message_type)(read(item, of[0]) for item in record)
