@@ -115,7 +115,6 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-@pytest.fixture
 def run_group(tmp_path: Path) -> Callable[..., list[Any]]:
     """Runs ``body(rank, *args)`` on processes; their default group's backend is ``pipekernels``."""
 

@@ -125,6 +125,8 @@ class Pipe(nn.Module):
         of_torch = [layer for layer in module if type(layer).__module__.startswith("torch.nn.")]
         inner = chain.from_iterable(layer.modules() for layer in of_torch)
         warn_of_sequence_first(inner, self.chunks, self.batch_dim)
+        # Also an enum, as in fairscale.
+        checkpoint = checkpoint if checkpoint in MODES else str(checkpoint)
         if checkpoint not in MODES:
             raise ValueError(f"checkpoint is {checkpoint!r}; it must be one of {', '.join(MODES)}")
         if execution not in EXECUTIONS:
@@ -151,7 +153,7 @@ class Pipe(nn.Module):
             chosen = [torch.device("cpu")] * len(self.balance)
         partitions = split_module(module, self.balance, chosen)
         self.devices: list[torch.device] = chosen[: len(partitions)]
-        self.checkpoint = checkpoint
+        self.checkpoint = MODES[MODES.index(checkpoint)]
         self.execution = execution
         self.partitions = nn.ModuleList(partitions)
         if deferred_batch_norm:
