@@ -1,4 +1,4 @@
-"""Collectives on CUDA: set-up, streams, graphs, failures on the device, gates, memory."""
+"""Collectives on CUDA: set-up, streams, graphs, failures on the device, memory."""
 
 import gc
 import os
@@ -12,8 +12,7 @@ from support.ranks import on, on_ranks, run_processes, run_threads
 from torch import Tensor
 
 from pipekernels import Communicator, PeerError, _backend, ops
-from pipekernels.comm import cuda, tensors
-from pipekernels.comm.tensors import ReadyCounters
+from pipekernels.comm import cuda
 
 on_gpu = pytest.mark.parametrize(
     "device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True
@@ -60,41 +59,6 @@ def test_symmetric_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PIPEKERNELS_SYMMETRIC_BYTES", wrong)
         with pytest.raises(ValueError, match="must be a positive number of bytes, got"):
             cuda.symmetric_bytes()
-
-
-def pretend_cuda(shape: tuple[int, ...], strided: bool = False) -> Any:
-    return SimpleNamespace(
-        is_cuda=True, shape=shape, dtype=torch.int32, device=torch.device("cpu"),
-        dim=lambda: len(shape), stride=tuple, is_contiguous=lambda: not strided,
-    )  # fmt: skip
-
-
-def test_counters_that_do_not_fit_are_refused() -> None:
-    like = pretend_cuda
-    ready = torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"ready must be int32, got torch\.int64"):
-        tensors.check_ready(torch.ones(9, 2), ReadyCounters(ready.long(), 1, 3), 1)
-    for wrong in (torch.ones(9, 2), like(()), like((9, 2), strided=True)):
-        with pytest.raises(ValueError, match="wants a contiguous CUDA tensor with rows"):
-            tensors.check_ready(wrong, ReadyCounters(ready, 1, 3), 1)
-    for block_rows, blocks in ((0, 1), (3, 0), (-3, 1)):
-        with pytest.raises(ValueError, match="must be at least 1, got"):
-            tensors.check_ready(like((9, 2)), ReadyCounters(ready, 1, block_rows), blocks)
-    for target in (1 << 31, -(1 << 31) - 1):
-        with pytest.raises(ValueError, match=f"target must be an int32, .* got {target}"):
-            tensors.check_ready(like((9, 2)), ReadyCounters(ready, target, 3), 1)
-    strided = torch.zeros(6, dtype=torch.int32)[::2]
-    for rows, bad in ((10, ready), (9, ready[:, None]), (3, strided)):
-        with pytest.raises(ValueError, match=rf"{rows} rows in blocks of 3 need .* shape \(\d,\)"):
-            tensors.check_ready(like((rows, 2)), ReadyCounters(bad, 1, 3), 1)
-
-
-@pytest.mark.parametrize("shape", [(9, 2), (9,), (9, 0), (0, 4), (9, 2, 3)])
-def test_elements_per_counter(shape: tuple[int, ...]) -> None:
-    x = torch.ones(shape)
-    ready = ReadyCounters(torch.zeros(-(-shape[0] // 4), dtype=torch.int32), 3, 4)
-    tensors.check_ready(pretend_cuda(shape), ready, 1)
-    assert ready.block_elements(x) == 4 * torch.Size(shape[1:]).numel()
 
 
 def test_ranks_may_not_meet_on_a_thread_of_autograd() -> None:
