@@ -83,7 +83,7 @@ PATIENCE = 5.0  # seconds to print stacks after a timeout, and to die
 ENDING = 10  # seconds of a benchmark's share that are reserved for its end
 SMOKE_SECONDS = 40  # for a test
 GEMM = "tests/local_ops/test_sharded_gemm.py"
-CONFIGURATION = f"{GEMM}::test_every_configuration_on_a_gpu[{{kind}}-forward-full_tile-cuda]"
+CONFIGURATION = f"{GEMM}::test_every_configuration_on_a_gpu[{{kind}}-forward-many-cuda]"
 COLLECTIVES = "tests/comm/test_cuda_collectives.py"
 # Tests that tell what works at all; in a dry run those that CPUs have as well.
 SMOKE = [

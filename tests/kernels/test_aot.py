@@ -13,14 +13,9 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 import pytest
+from support.emitted import products, ptx, rules
+from support.emitted.sass import kernels
 from support.kernels import aot
-from support.kernels.emitted_code import (
-    SERIALIZED,
-    early_uses,
-    overlaps_steps,
-    parse_ptx,
-    parse_sass,
-)
 from support.levels import in_gate
 
 from pipekernels.kernels.layout import LAYOUTS
@@ -100,7 +95,8 @@ def built(version: str, case: aot.AnyCase, compiling: Callable[[str], Compiled])
     kernel = compiling(version)[case].result(timeout=LIMIT)
     assert isinstance(kernel, aot.Kernel), kernel
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", kernel.report) == [("0", "0")]
-    assert not re.search(r"\b(LDL|STL)\b", kernel.sass)
+    (code,) = kernels(kernel.sass)
+    assert not rules.local_memory(code)
     assert kernel.scratch == 0  # Each thread that launches would have to set an allocator.
     for box in kernel.boxes:  # The limits of cuTensorMapEncodeTiled().
         assert box.rows <= 256 and box.width % 16 == 0 and box.width <= box.span
@@ -150,7 +146,10 @@ def test_products_by_slabs_compile_without_spills(
     assert kernel.shared <= SHARED_MEMORY[89]
     assert ("cp.async.bulk.tensor" in kernel.ptx) == (case.architecture >= 90 and not case.odd)
     if case.architecture == 90 and case.kind != "float32":
-        assert early_uses(parse_ptx(kernel.ptx)) == [] and SERIALIZED not in kernel.report
+        assert (
+            products.early_uses(ptx.parse(kernel.ptx)) == []
+            and products.SERIALIZED not in kernel.report
+        )
 
 
 def check_asynchronous_products(case: aot.Case, kernel: aot.Kernel) -> None:
@@ -159,14 +158,15 @@ def check_asynchronous_products(case: aot.Case, kernel: aot.Kernel) -> None:
     They cannot where every step promotes its sum, where operands come by pointers, or where
     operands have to be transposed first: the tensor cores read columns of 16-bit types only.
     """
-    ptx, sass = parse_ptx(kernel.ptx), parse_sass(kernel.sass)
-    for code in (ptx, sass):
-        assert any(instruction.is_product for instruction in code)
-    assert early_uses(ptx) == []
-    assert SERIALIZED not in kernel.report
+    (found,) = kernels(kernel.sass)
+    emitted = ptx.parse(kernel.ptx), products.of_sass(found)
+    for code in emitted:
+        assert any(products.is_product(instruction.text) for instruction in code)
+    assert products.early_uses(emitted[0]) == []
+    assert products.SERIALIZED not in kernel.report
     transposes = case.kind == "tfloat32" and case.variant.startswith("grad")
     if case.blocks.promote != 1 and case.variant not in ("odd", "unit") and not transposes:
-        assert overlaps_steps(ptx) and overlaps_steps(sass)
+        assert all(map(products.overlaps_steps, emitted))
 
 
 def test_the_oldest_triton_is_the_one_that_the_package_names() -> None:

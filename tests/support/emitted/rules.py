@@ -8,12 +8,11 @@ the invalidation of the L1 cache behind it.
 import re
 from collections.abc import Container
 
+from support.emitted import ptx as ptx_code
+from support.emitted.ptx import parse
 from support.emitted.sass import Instruction, Kernel
 
-ACCESS = re.compile(
-    r"^\s*(?:@!?%p\d+\s+)?(?P<opcode>(?:ld|st|atom|red|membar|fence)[.\w:]*)\s*(?P<operands>[^;]*);",
-    re.MULTILINE,
-)
+ACCESS = re.compile(r"(ld|st|atom|red|membar|fence)[.\w:]*")
 ORDERED = re.compile(
     r"volatile|relaxed|acquire|release|acq_rel|sc\b|mmio|^atom|^red|^membar|^fence"
 )
@@ -28,7 +27,13 @@ def non_coherent_loads(kernel: Kernel) -> list[str]:
 
 
 def non_coherent_loads_of_ptx(ptx: str) -> list[str]:
-    return [m[0].strip() for m in ACCESS.finditer(ptx) if ".nc" in m["opcode"]]
+    return [opcode for opcode in accesses(ptx) if ".nc" in opcode]
+
+
+def accesses(ptx: str) -> list[str]:
+    """The opcodes of all accesses of memory, and of fences."""
+    found = (ACCESS.match(instruction.unguarded) for instruction in parse(ptx))
+    return [match[0] for match in found if match]
 
 
 def local_memory(kernel: Kernel) -> list[str]:
@@ -38,7 +43,7 @@ def local_memory(kernel: Kernel) -> list[str]:
 
 def ordered_accesses(ptx: str) -> list[str]:
     """All atomic, volatile and ordering accesses of PTX, without types: ld.acquire.sys.global."""
-    found = [m["opcode"] for m in ACCESS.finditer(ptx) if not m["opcode"].endswith(".param")]
+    found = [opcode for opcode in accesses(ptx) if not opcode.endswith(".param")]
     return [TYPE.sub("", opcode) for opcode in found if ORDERED.search(opcode)]
 
 
@@ -48,54 +53,49 @@ def polls_without_acquire(ptx: str) -> list[str]:
     A poll succeeds where its value has reached its target. A way ends at the first barrier or plain
     access. A comparison with zero is only a look at a flag: whoever sees it set gives up.
     """
-    lines = [line.strip() for line in ptx.splitlines()]
-    labels = {line[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\$\w+:", line)}
+    code = parse(ptx)
     polls = {
         at: begin
-        for at, line in enumerate(lines)
-        if line.startswith("ld.relaxed") and (begin := _where_polls_end(lines, labels, at))
+        for at, instruction in enumerate(code)
+        if instruction.text.startswith("ld.relaxed") and (begin := _where_polls_end(code, at))
     }
     return [
-        lines[at]
+        code[at].text
         for at, begin in polls.items()
-        if not _reaches_acquire(lines, labels, begin, polls.keys())
+        if not _reaches_acquire(code, begin, polls.keys())
     ]
 
 
-def _where_polls_end(lines: list[str], labels: dict[str, int], at: int) -> list[int]:
+def _where_polls_end(code: list[ptx_code.Instruction], at: int) -> list[int]:
     """Where it goes on if what a relaxed load has read is at least the target."""
-    value = re.findall(r"%\w+", lines[at])[0]
+    value = re.findall(r"%\w+", code[at].text)[0]
     found = []
-    for place in range(at + 1, min(at + 20, len(lines))):
-        compared = re.match(r"setp\.(ge|gt|le|lt)\.\w+\s+(%p\d+), ([^,]+), ([^;]+);", lines[place])
+    for place in range(at + 1, min(at + 20, len(code))):
+        compared = re.match(r"setp\.(ge|gt|le|lt)\.\w+\s+(%p\d+), ([^,]+), (.+)", code[place].text)
         if compared and value in (compared[3], compared[4]):
             reached = (compared[1][0] == "g") == (compared[3] == value)
-            branch = next(at for at in range(place + 1, len(lines)) if "bra" in lines[at])
-            taken = re.match(rf"@(!?){compared[2]}\s+bra\S*\s+(\S+);", lines[branch])
+            branch = next(at for at in range(place + 1, len(code)) if "bra" in code[at].text)
+            taken = re.match(rf"@(!?){compared[2]}\s+bra", code[branch].text)
             if taken:  # else the comparison only decides whether to poll again
                 jumps = reached == (taken[1] == "")
-                found.append(labels[taken[2]] if jumps else branch + 1)
+                found.append(code[branch].after[0] if jumps else branch + 1)
     return found
 
 
 def _reaches_acquire(
-    lines: list[str], labels: dict[str, int], begin: list[int], polls: Container[int]
+    code: list[ptx_code.Instruction], begin: list[int], polls: Container[int]
 ) -> bool:
     """Whether there is an acquire, or another poll, before barriers and plain accesses."""
+    plain = r"bar|ret|atom|st\.(?!param|shared|local)|ld\.(?!param|shared|local|relaxed)"
     seen, waiting = set(begin), list(begin)
     while waiting:
         place = waiting.pop()
-        line = re.sub(r"^@!?%p\d+\s+", "", lines[place])
-        if line.startswith("ld.acquire") or place in polls:
+        text = code[place].unguarded
+        if text.startswith("ld.acquire") or place in polls:
             return True
-        plain = r"bar|ret|atom|st\.(?!param|shared|local)|ld\.(?!param|shared|local|relaxed)"
-        if re.match(plain, line):
-            continue
-        after = [labels[name] for name in re.findall(r"\$L\w+", line) if line.startswith("bra")]
-        if not (after and line == lines[place]):  # no unconditional branch
-            after.append(place + 1)
-        waiting += set(after) - seen
-        seen.update(after)
+        if not re.match(plain, text):
+            waiting += set(code[place].after) - seen
+            seen.update(code[place].after)
     return False
 
 

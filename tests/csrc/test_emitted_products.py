@@ -1,6 +1,8 @@
-"""The rules on emitted code find what they are for."""
+"""The rules on asynchronous products find what breaks them."""
 
-from support.kernels.emitted_code import early_uses, overlaps_steps, parse_ptx, parse_sass
+from support.emitted.products import early_uses, of_sass, overlaps_steps
+from support.emitted.ptx import parse
+from support.emitted.sass import kernels
 
 PRODUCT = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1,%f2}, %rd1, %rd2, 1, 1, 1;"
 COMMIT = "wgmma.commit_group.sync.aligned;"
@@ -15,11 +17,11 @@ def ptx(body: str) -> str:
 
 
 def uses(body: str) -> list[str]:
-    return early_uses(parse_ptx(ptx(body)))
+    return early_uses(parse(ptx(body)))
 
 
 def overlaps(body: str) -> bool:
-    return overlaps_steps(parse_ptx(ptx(body)))
+    return overlaps_steps(parse(ptx(body)))
 
 
 def test_a_use_before_the_wait_is_found() -> None:
@@ -64,7 +66,8 @@ def test_loops_in_sass() -> None:
         return "\n".join(["\t.section\t.text.kernel,", ".text.kernel:", *placed])
 
     def overlap(*lines: str) -> bool:
-        return overlaps_steps(parse_sass(code(*lines)))
+        (kernel,) = kernels(code(*lines))
+        return overlaps_steps(of_sass(kernel))
 
     product, some, every = (
         "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0",
