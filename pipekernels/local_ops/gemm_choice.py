@@ -87,6 +87,7 @@ FASTER = {("bfloat16", "forward", 16, 8192, 28672)}
 library, its launch by Python included, which takes longer than most products do
 (``bench/results/nvidia-h200/gpu.sharded_gemm.json``). Tokens (k of a weight's gradient, else m)
 stand for all numbers that round up to that power of two."""
+FEATURES = {n for _, _, _, n, _ in FASTER}
 
 
 def choose(
@@ -131,17 +132,17 @@ def _choose_measured(
 ) -> Chosen | None:
     """:func:`choose` by :data:`FASTER`; logs, once, why a product is the library's."""
     (m, k), n = a.shape, len(b)
-    layout = _layout(a, b, out, residual)
-    tokens_first = (_power_of_two(m), n, k)
-    sizes = (m, n, _power_of_two(k)) if layout == "grad_weight" else tokens_first
+    why = "it was as fast, or was not compared, for such products"
     if gpu.name != MEASURED:
         why = f"the kernel was measured on {MEASURED} only"
     elif not has_triton():
         why = f"the kernel needs {TRITON_REMEDY}"
-    elif kind is None or (kind, layout, *sizes) not in FASTER:
-        why = "it was as fast, or was not compared, for such products"
-    else:
-        return Chosen(config_for(gpu.generation, kind, m, n, k, gpu.sms))
+    elif kind is not None and n in FEATURES:  # Looking at the layout takes the host longer.
+        layout = _layout(a, b, out, residual)
+        tokens_first = (_power_of_two(m), n, k)
+        sizes = (m, n, _power_of_two(k)) if layout == "grad_weight" else tokens_first
+        if (kind, layout, *sizes) in FASTER:
+            return Chosen(config_for(gpu.generation, kind, m, n, k, gpu.sms))
     info_once(_log, "sharded_gemm on %s is the vendor's library: %s", gpu.name, why)
     return None
 

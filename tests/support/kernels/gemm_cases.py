@@ -86,4 +86,5 @@ def pretend_gpu(
     for user in (gemm_choice, module):
         monkeypatch.setattr(user, "gpu_of", lambda device: fake)
     monkeypatch.setattr(gemm_choice, "FASTER", set(faster))
+    monkeypatch.setattr(gemm_choice, "FEATURES", {n for *_, n, _ in faster})
     monkeypatch.setattr(gemm_choice, "has_triton", lambda: True)
