@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.error_bounds import gamma
+from support.reference import gamma
 from torch import Tensor
 from torch.nn import functional
 

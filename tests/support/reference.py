@@ -70,3 +70,8 @@ def reduce_scatter(inputs: list[Tensor], op: str = "sum", order: str = "rank") -
 def all_gather(inputs: list[Tensor]) -> Tensor:
     """The inputs of all ranks along dimension 0, as every rank receives them."""
     return torch.cat(inputs)
+
+
+def gamma(terms: int, unit: float) -> float:
+    """Relative error bound of a sum of products with ``terms`` roundings (Higham, 2002, 3.1)."""
+    return terms * unit / (1 - terms * unit)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from support.checks import assert_raises, assert_same_state
-from support.error_bounds import gamma
 from support.ranks import run_threads
+from support.reference import gamma
 from test_experts import HIDDEN, LAYOUTS, Experts, both, routing
 from torch import Tensor, nn
 

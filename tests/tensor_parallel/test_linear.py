@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.checks import assert_full_gradients
-from support.error_bounds import gamma
 from support.ranks import on, run_processes, run_threads
+from support.reference import gamma
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.error_bounds import gamma
 from support.pipes import Pipe, on_cpus
+from support.reference import gamma
 from torch import nn
 from torch.overrides import TorchFunctionMode
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pipekernels.kernels.config import generation
 from pipekernels.local_ops import gemm_choice
-from support.error_bounds import gamma
 from support.kernels.operands import operands
+from support.reference import gamma
 
 # ``from pipekernels.local_ops import sharded_gemm`` is the function, not the module.
 module = importlib.import_module("pipekernels.local_ops.sharded_gemm")

@@ -25,10 +25,10 @@ from pipekernels.kernels.launch import Product, launch
 from pipekernels.kernels.layout import LAYOUTS
 from pipekernels.local_ops.gemm_choice import Chosen, Gpu
 from pipekernels.tensor_parallel import functional as tensor_parallel
-from support.error_bounds import gamma
 from support.kernels.interpreter import skip_unless_it_works
 from support.kernels.operands import operands
 from support.levels import in_gate, pairwise
+from support.reference import gamma
 
 # ``from pipekernels.local_ops import sharded_gemm`` is the function, not the module.
 sharded_gemm = importlib.import_module("pipekernels.local_ops.sharded_gemm")

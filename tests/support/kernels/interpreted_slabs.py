@@ -20,11 +20,11 @@ from pipekernels.kernels import launch
 from pipekernels.kernels.launch import Product, launch_slabs
 from pipekernels.kernels.layout import LAYOUTS
 from pipekernels.local_ops import slab_gemm
-from support.error_bounds import gamma
 from support.kernels.interpreter import skip_unless_it_works
 from support.kernels.operands import operands
 from support.levels import pairwise
 from support.ranks import run_threads
+from support.reference import gamma
 
 GENERATIONS = [80, 90]  # 80 loads by pointers, 90 by descriptors where slabs and layouts allow it.
 

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from support.checks import assert_same_state
-from support.error_bounds import gamma
 from support.ranks import run_threads
+from support.reference import gamma
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
