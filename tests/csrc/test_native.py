@@ -64,25 +64,24 @@ KERNEL_TESTS = (
 )
 
 
-# In the gate each test runs under the sanitizer that can find something in it: races of protocols
-# with one instruction set, as all make the same accesses; wrong addresses of kernels with all sets.
+# In the gate each test runs under the sanitizer that can find something in it: races of protocols,
+# wrong addresses of kernels.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("sanitizers", "tests", "portable"),
+    ("sanitizers", "tests"),
     [
-        ("thread", (), "ON"),
-        ("address,undefined", KERNEL_TESTS, "OFF"),
-        pytest.param("address,undefined", (), "OFF", marks=pytest.mark.full),
+        ("thread", ()),
+        ("address,undefined", KERNEL_TESTS),
+        pytest.param("address,undefined", (), marks=pytest.mark.full),
     ],
 )
-def test_cpp_tests_under(sanitizers: str, tests: tuple[str, ...], portable: str) -> None:
+def test_cpp_tests_under(sanitizers: str, tests: tuple[str, ...]) -> None:
     folder = ROOT / "build" / f"native-{sanitizers.replace(',', '-')}"
     passed = folder / f"passed{'-kernels' if tests else ''}.txt"
     state = state_of_csrc()
     if passed.exists() and passed.read_text() == state:
         return
-    options = {"PIPEKERNELS_SANITIZE": sanitizers, "PIPEKERNELS_PORTABLE": portable}
-    build(folder, targets=tests or ("all",), **options)
+    build(folder, targets=tests or ("all",), PIPEKERNELS_SANITIZE=sanitizers)
     selected = ["-R", f"^({'|'.join(tests)})$"] if tests else []
     run(tool("ctest"), "--test-dir", folder, "--output-on-failure", "-j2", *selected, timeout=None)
     passed.write_text(state)
