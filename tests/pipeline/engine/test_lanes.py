@@ -244,18 +244,21 @@ def test_intra_op_threads_are_restored() -> None:
 
 def test_lanes_see_the_callers_context(execution: str) -> None:
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
-    seen: list[tuple[int, bool]] = []
+    seen: list[tuple[int, bool, bool]] = []
 
     def see(x: torch.Tensor) -> torch.Tensor:
-        seen.append((variable.get(), torch.is_autocast_cache_enabled()))
+        modes = torch.is_autocast_cache_enabled(), torch.is_inference_mode_enabled()
+        seen.append((variable.get(), *modes))
         return x
 
     pipe = pipe_of(FunctionLayer(see), FunctionLayer(see))
     token = variable.set(5)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         pipe(torch.ones(2, 2))
+        with torch.inference_mode():
+            pipe(torch.ones(2, 2))
     variable.reset(token)
-    assert seen == [(5, False)] * 4
+    assert seen == [(5, False, False)] * 4 + [(5, False, True)] * 4
 
 
 @pytest.mark.parametrize(("chunks", "share"), [(2, 3), (8, 2)])
