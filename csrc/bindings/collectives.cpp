@@ -23,7 +23,9 @@
 #include "pipekernels/collectives/all_reduce.h"
 #include "pipekernels/collectives/broadcast.h"
 #include "pipekernels/collectives/communicator.h"
+#include "pipekernels/collectives/gather.h"
 #include "pipekernels/collectives/reduce_scatter.h"
+#include "pipekernels/elements/reduce.h"
 #include "pipekernels/host/dlpack.h"
 #include "pipekernels/host/dlpack_tensor.h"
 #include "pipekernels/shared_memory/process.h"
@@ -91,7 +93,7 @@ int code_of(const PyObject* name) {
   return code;
 }
 
-// A contiguous CPU tensor of a dtype that can be reduced, as native calls take it.
+// A contiguous CPU tensor of a dtype that can be reduced there, as native calls take it.
 struct PlainTensor {
   std::byte* data;
   size_t count;  // Elements.
@@ -109,7 +111,7 @@ struct PlainTensor {
 std::optional<PlainTensor> as_plain(py::handle tensor) {
   dlpack::Tensor described;
   if (!describe(tensor, described) || described.device_type != dlpack::kCpu) return {};
-  const int dtype = dtype_of(described);
+  const int dtype = cpu_dtype_of(described);
   const int64_t elements = dense_elements(described);
   if (dtype < 0 || elements < 0 || !holds_elements(tensor, described)) return {};
   return PlainTensor{static_cast<std::byte*>(described.data) + described.offset,
@@ -138,7 +140,9 @@ bool all_reduce_tensor(Communicator& communicator, PyObject* const* arguments) {
   const int operation = code_of<Reduction, kOperations>(arguments[1]);
   const int algorithm = code_of<Algorithm, kAlgorithms>(arguments[2]);
   const int order = code_of<Order, kOrders>(arguments[3]);
-  if (!plain || operation < 0 || algorithm < 0 || order < 0) return false;
+  if (!plain || !is_reducible(plain->dtype) || operation < 0 || algorithm < 0 || order < 0) {
+    return false;
+  }
   const uint32_t shape = shape_digest(tensor, plain->dims);
   run_without_gil_if_long(communicator, plain->bytes(), [&] {
     all_reduce(communicator, plain->data, plain->count, plain->dtype,
@@ -151,21 +155,19 @@ bool all_reduce_tensor(Communicator& communicator, PyObject* const* arguments) {
 
 // Those of torch.distributed, which compares numbers of elements, not shapes: as tensors of one
 // dimension.
-//
-// Averages of integers, which torch.distributed has and a communicator has not, are left to Python.
-bool has_reduction(DType dtype, int operation) {
-  if (operation < 0) return false;
-  return !(is_integer(dtype) && is_average(static_cast<Reduction>(operation)));
+
+bool has_reduction(DType dtype, int reduction) {
+  return reduction >= 0 && has_reduce_kernels(dtype, static_cast<Reduction>(reduction));
 }
 
 // all_reduce_flat(tensor, op) -> bool
 bool all_reduce_flat(Communicator& communicator, PyObject* const* arguments) {
   const auto plain = as_plain(arguments[0]);
-  const int operation = code_of<Reduction, kOperations>(arguments[1]);
-  if (!plain || !has_reduction(plain->dtype, operation)) return false;
+  const int reduction = code_of<Reduction, kReductions>(arguments[1]);
+  if (!plain || !has_reduction(plain->dtype, reduction)) return false;
   run_without_gil_if_long(communicator, plain->bytes(), [&] {
     all_reduce(communicator, plain->data, plain->count, plain->dtype,
-               in_order(static_cast<Reduction>(operation), Order::kRank), Algorithm::kAuto);
+               static_cast<Reduction>(reduction), Algorithm::kAuto);
   });
   mark_changed(arguments[0]);
   return true;
@@ -174,15 +176,15 @@ bool all_reduce_flat(Communicator& communicator, PyObject* const* arguments) {
 // reduce_scatter_flat(input, output, op) -> bool
 bool reduce_scatter_flat(Communicator& communicator, PyObject* const* arguments) {
   const auto input = as_plain(arguments[0]), output = as_plain(arguments[1]);
-  const int operation = code_of<Reduction, kOperations>(arguments[2]);
-  if (!input || !output || !has_reduction(input->dtype, operation) ||
+  const int reduction = code_of<Reduction, kReductions>(arguments[2]);
+  if (!input || !output || !has_reduction(input->dtype, reduction) ||
       input->dtype != output->dtype || input->count != output->count * communicator.world_size() ||
       input->overlaps(*output)) {
     return false;
   }
   run_without_gil_if_long(communicator, input->bytes(), [&] {
     reduce_scatter(communicator, input->data, output->data, output->count, output->dtype,
-                   in_order(static_cast<Reduction>(operation), Order::kRank));
+                   static_cast<Reduction>(reduction));
   });
   mark_changed(arguments[1]);
   return true;
@@ -259,6 +261,9 @@ void bind_collectives(py::module_& m) {
   py::register_local_exception_translator(&translate_error);
 
   m.def("open_pidfd", &open_pidfd);
+  m.def("has_reduction", [](int dtype, int reduction) {
+    return has_reduction(dtype_of_code(dtype), static_cast<int>(reduction_of_code(reduction)));
+  });
 
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
       .def_static("create", &Segment::create, py::arg("world_size"))
@@ -343,6 +348,56 @@ void bind_collectives(py::module_& m) {
           },
           py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("root"),
           py::arg("shape") = 0, WithoutGil())
+      .def(
+          "reduce",
+          [](Communicator& communicator, uintptr_t data, size_t count, int dtype, int reduction,
+             int root) {
+            const DType type = dtype_of_code(dtype);
+            reduce(communicator, address_of("data", data, count, type), count, type,
+                   reduction_of_code(reduction), root);
+          },
+          py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("reduction"),
+          py::arg("root"), WithoutGil())
+      .def(
+          "gather",
+          [](Communicator& communicator, uintptr_t input, const std::vector<uintptr_t>& outputs,
+             size_t count, int dtype, int root) {
+            const DType type = dtype_of_code(dtype);
+            std::vector<void*> places;
+            for (const uintptr_t each : outputs) {
+              places.push_back(address_of("outputs", each, count, type));
+            }
+            gather(communicator, address_of("input", input, count, type), places, count, type,
+                   root);
+          },
+          py::arg("input"), py::arg("outputs"), py::arg("count"), py::arg("dtype"),
+          py::arg("root"), WithoutGil())
+      .def(
+          "scatter",
+          [](Communicator& communicator, const std::vector<uintptr_t>& inputs, uintptr_t output,
+             size_t count, int dtype, int root) {
+            const DType type = dtype_of_code(dtype);
+            std::vector<const void*> places;
+            for (const uintptr_t each : inputs) {
+              places.push_back(address_of("inputs", each, count, type));
+            }
+            scatter(communicator, places, address_of("output", output, count, type), count, type,
+                    root);
+          },
+          py::arg("inputs"), py::arg("output"), py::arg("count"), py::arg("dtype"),
+          py::arg("root"), WithoutGil())
+      .def(
+          "announce",
+          [](Communicator& communicator, int call, int dtype, int reduction, int root,
+             size_t count) {
+            check_in_range("call", call, 0, kCalls - 1);
+            check_in_range("root", root, 0, communicator.world_size() - 1);
+            announce(communicator,
+                     {static_cast<Operation>(call), dtype_of_code(dtype),
+                      reduction_of_code(reduction), {}, static_cast<uint32_t>(root), 0, count});
+          },
+          py::arg("call"), py::arg("dtype"), py::arg("reduction"), py::arg("root"),
+          py::arg("count"), WithoutGil())
       .def("barrier", &barrier, WithoutGil())
       .def("close", &Communicator::close, WithoutGil())
       .def("abort", &Communicator::abort, WithoutGil());

@@ -11,6 +11,7 @@
 
 #include "pipekernels/collectives/all_gather.h"
 #include "pipekernels/collectives/broadcast.h"
+#include "pipekernels/collectives/gather.h"
 #include "pipekernels/collectives/reduce_scatter.h"
 #include "pipekernels/elements/reduce.h"
 #include "pipekernels/host/fuzz.h"
@@ -59,14 +60,15 @@ void random_call(Communicator& communicator, uint64_t seed) {
   const DType dtype = kDTypes[shared() % 4];
   const size_t size = size_of(dtype);
   Reduction reduction = static_cast<Reduction>(shared() % kReductions);
-  if (is_integer(dtype) && is_average(reduction)) reduction = Reduction::kSum;
+  if (!has_reduce_kernels(dtype, reduction)) reduction = Reduction::kSum;
   constexpr size_t limits[] = {4, 100, 3000, 200000, 1000000};
   const size_t count = shared() % limits[shared() % 5] / size;
   const int symmetric_ranks = shared() % 3;  // 0: none, 1: some, 2: all.
   const bool symmetric = symmetric_ranks == 2 || (symmetric_ranks == 1 && own() % 2);
   const size_t shift = own() % 5 * size;
   if (own() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 300));
-  const auto kind = shared() % 8;
+  const auto kind = shared() % 11;
+  const int root = shared() % world_size;
 
   if (kind < 4) {
     const auto algorithm = static_cast<Algorithm>(kind);
@@ -89,10 +91,32 @@ void random_call(Communicator& communicator, uint64_t seed) {
     }
     CHECK(output == expected);
   } else if (kind == 6) {
-    const int root = shared() % world_size;
     Buffer buffer(communicator, symmetric, shift, values(dtype, count, seed, me));
     broadcast(communicator, buffer.data(), count, dtype, root);
     CHECK(equal(buffer.data(), values(dtype, count, seed, root)));
+  } else if (kind == 7) {
+    Buffer buffer(communicator, symmetric, shift, values(dtype, count, seed, me));
+    reduce(communicator, buffer.data(), count, dtype, reduction, root);
+    if (me == root) CHECK(equal(buffer.data(), reduced(dtype, count, seed, world_size, reduction)));
+  } else if (kind == 8) {
+    Buffer input(communicator, symmetric, shift, values(dtype, count, seed, me));
+    std::vector<Bytes> outputs(me == root ? world_size : 0, Bytes(count * size));
+    std::vector<void*> places;
+    for (Bytes& output : outputs) places.push_back(output.data());
+    gather(communicator, input.data(), places, count, dtype, root);
+    for (size_t rank = 0; rank < outputs.size(); ++rank) {
+      CHECK(outputs[rank] == values(dtype, count, seed, static_cast<int>(rank)));
+    }
+  } else if (kind == 9) {
+    std::vector<Bytes> inputs;
+    std::vector<const void*> places;
+    for (int rank = 0; me == root && rank < world_size; ++rank) {
+      inputs.push_back(values(dtype, count, seed, rank));
+    }
+    for (const Bytes& input : inputs) places.push_back(input.data());
+    Buffer output(communicator, symmetric, shift, Bytes(count * size));
+    scatter(communicator, places, output.data(), count, dtype, root);
+    CHECK(equal(output.data(), values(dtype, count, seed, me)));
   } else {
     barrier(communicator);
   }
@@ -121,6 +145,8 @@ void test_mismatch(Communicator& communicator) {
     all_reduce(communicator, data.data(), count, dtype, reduction, algorithm);
   };
   const bool odd = me == 1;
+  Call to_all;
+  to_all.operation = Operation::kAllToAll;
   const std::function<void()> calls[] = {
       [&] { reduce(odd ? 999 : 1000, DType::kFloat32, Reduction::kSum, Algorithm::kAuto); },
       [&] { reduce(10, odd ? DType::kInt32 : DType::kFloat32, Reduction::kSum, Algorithm::kAuto); },
@@ -129,6 +155,16 @@ void test_mismatch(Communicator& communicator) {
       [&] { reduce(10, DType::kFloat32, {}, odd ? Algorithm::kRing : Algorithm::kTwoShot); },
       [&] { broadcast(communicator, data.data(), 10, DType::kFloat32, odd); },
       [&] { odd ? barrier(communicator) : reduce(10, DType::kFloat32, {}, {}); },
+      [&] { odd ? barrier(communicator) : announce(communicator, to_all); },
+      [&] {
+        std::vector<float> copy(10 * communicator.world_size());
+        if (odd) return all_gather(communicator, data.data(), copy.data(), 10, DType::kFloat32);
+        std::vector<void*> places;
+        for (int rank = 0; me == 0 && rank < communicator.world_size(); ++rank) {
+          places.push_back(copy.data() + 10 * rank);
+        }
+        gather(communicator, data.data(), places, 10, DType::kFloat32, 0);
+      },
   };
   for (const auto& call : calls) {
     const std::string message = expect<MismatchError>(call).what();

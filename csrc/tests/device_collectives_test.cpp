@@ -142,7 +142,7 @@ Case random_case(std::mt19937_64& random, CpuDevices& devices, size_t most_bytes
   if (call.operation == Operation::kReduceScatter) count = count / ranks * ranks;
   call.count = count;
   if (call.operation == Operation::kAllReduce || call.operation == Operation::kReduceScatter) {
-    call.reduction = static_cast<Reduction>(random() % kReductions);
+    call.reduction = static_cast<Reduction>(random() % kDeviceReductions);
     if (is_integer(call.dtype) && is_average(call.reduction)) call.reduction = Reduction::kSum;
   }
   if (call.operation == Operation::kBroadcast) {

@@ -86,9 +86,14 @@ A combine(A a, A b, Reduction reduction) {
   if (reduction == Reduction::kMax) return a > b || a != a ? a : b;
   if (reduction == Reduction::kMin) return a < b || a != a ? a : b;
   if constexpr (std::is_integral_v<A>) {
-    return static_cast<A>(std::make_unsigned_t<A>(a) + std::make_unsigned_t<A>(b));
+    const uint64_t x = a, y = b;  // Unsigned numbers wrap around.
+    if (reduction == Reduction::kProduct) return static_cast<A>(x * y);
+    if (reduction == Reduction::kAnd) return static_cast<A>(x & y);
+    if (reduction == Reduction::kOr) return static_cast<A>(x | y);
+    if (reduction == Reduction::kXor) return static_cast<A>(x ^ y);
+    return static_cast<A>(x + y);
   } else {
-    return a + b;
+    return reduction == Reduction::kProduct ? a * b : a + b;
   }
 }
 
@@ -143,7 +148,7 @@ template <class T>
 void test_reduce(DType dtype, Isa isa, std::mt19937_64& random) {
   for (int reduction_code = 0; reduction_code < kReductions; ++reduction_code) {
     const auto reduction = static_cast<Reduction>(reduction_code);
-    if (is_integer(dtype) && is_average(reduction)) continue;
+    if (!has_reduce_kernels(dtype, reduction)) continue;
     const bool is_sum = !is_extremum(reduction);
     const uint64_t all_bits = ~uint64_t{0};
     const ReduceKernels& kernels = reduce_kernels(dtype, reduction, isa);
@@ -220,6 +225,43 @@ void test_orders(Isa isa) {
   }
 }
 
+// The reductions that each kind of dtype has.
+void test_which() {
+  for (int code = 0; code < kDTypes; ++code) {
+    const auto dtype = static_cast<DType>(code);
+    const auto has = [&](Reduction reduction) { return has_reduce_kernels(dtype, reduction); };
+    const bool is_complex = dtype == DType::kComplex32 || dtype == DType::kComplex64 ||
+                            dtype == DType::kComplex128;
+    const bool is_narrow = dtype >= DType::kFloat8E4M3Fn;
+    CHECK(has(Reduction::kSum) == !is_narrow);
+    CHECK(has(Reduction::kAvg) == (is_floating(dtype) || is_complex));
+    CHECK(has(Reduction::kMax) == !(is_narrow || is_complex));
+    CHECK(has(Reduction::kXor) == !(is_narrow || is_complex || is_floating(dtype)));
+  }
+}
+
+// Bools are "or" and "and"; complex numbers are summed as pairs.
+void test_bool_and_complex(Isa isa) {
+  const uint8_t a[] = {0, 1, 0, 1}, b[] = {0, 0, 1, 1};
+  uint8_t result[4];
+  const void* bools[] = {a, b};
+  const auto reduced = [&](Reduction reduction) {
+    reduce_kernels(DType::kBool, reduction, isa).reduce(result, bools, 2, 4);
+    return result[0] << 3 | result[1] << 2 | result[2] << 1 | result[3];
+  };
+  CHECK(reduced(Reduction::kSum) == 7 && reduced(Reduction::kMax) == 7);
+  CHECK(reduced(Reduction::kProduct) == 1 && reduced(Reduction::kMin) == 1);
+  CHECK(reduced(Reduction::kXor) == 6);
+  std::vector<float> x(202), y(202), sum(202);
+  for (size_t i = 0; i < x.size(); ++i) {
+    x[i] = static_cast<float>(i);
+    y[i] = 0.5f * static_cast<float>(i * i);
+  }
+  const void* terms[] = {x.data(), y.data()};
+  reduce_kernels(DType::kComplex64, Reduction::kAvg, isa).reduce(sum.data(), terms, 2, 101);
+  for (size_t i = 0; i < x.size(); ++i) CHECK(sum[i] == (x[i] + y[i]) / 2);
+}
+
 // What is on the stack after each term, and how many bytes of a slot each partial result has.
 void test_partials() {
   const auto after = [](int terms) { return partials_after(terms, Reduction::kTreeSum); };
@@ -271,6 +313,7 @@ int main() {
   CHECK(narrow(std::ldexp(1.f, -25), 10) == 0 && narrow(std::ldexp(3.f, -25), 10) == 2);
   CHECK(widen(0x3c00, 10) == 1.f && widen(0x3f80, 7) == 1.f && narrow(-1.f, 7) == 0xbf80);
   test_partials();
+  test_which();
   std::mt19937_64 random(1);
   for (const Isa isa : {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
     if (!isa_available(isa)) continue;
@@ -280,6 +323,13 @@ int main() {
     test_reduce<Bf16>(DType::kBFloat16, isa, random);
     test_reduce<int32_t>(DType::kInt32, isa, random);
     test_reduce<int64_t>(DType::kInt64, isa, random);
+    test_reduce<int16_t>(DType::kInt16, isa, random);
+    test_reduce<int8_t>(DType::kInt8, isa, random);
+    test_reduce<uint8_t>(DType::kUInt8, isa, random);
+    test_reduce<uint16_t>(DType::kUInt16, isa, random);
+    test_reduce<uint32_t>(DType::kUInt32, isa, random);
+    test_reduce<uint64_t>(DType::kUInt64, isa, random);
+    test_bool_and_complex(isa);
     test_orders(isa);
     test_all_values<Fp16>(DType::kFloat16, isa);
     test_all_values<Bf16>(DType::kBFloat16, isa);

@@ -1,6 +1,9 @@
 #include "pipekernels/collectives/all_reduce.h"
 
+#include <tuple>
+
 #include "all_reduce/algorithms.h"
+#include "pipekernels/collectives/broadcast.h"
 
 namespace pipekernels {
 namespace {
@@ -16,13 +19,14 @@ Algorithm choose_algorithm(size_t bytes, int ranks) {
   return bytes <= limit ? Algorithm::kOneShot : Algorithm::kTwoShot;
 }
 
-void all_reduce(Communicator& communicator, void* data, size_t count, DType dtype,
-                Reduction reduction, Algorithm algorithm, uint32_t shape) {
-  check_reducible(dtype, reduction);
+namespace {
+
+void run(Communicator& communicator, void* data, const Call& call) {
+  const auto [dtype, reduction, count] = std::tuple(call.dtype, call.reduction, call.count);
   const Operand operand{static_cast<std::byte*>(data), count,     size_of(dtype),
                         partial_size_of(dtype),        reduction, reduce_kernels(dtype, reduction)};
-  const Call call{Operation::kAllReduce, dtype, reduction, algorithm, 0, shape, count};
   const size_t bytes = count * operand.element_size;
+  Algorithm algorithm = call.algorithm;
   run_collective(communicator, call, data, bytes, [&](Collective& collective) {
     const int ranks = communicator.world_size();
     const bool is_auto = algorithm == Algorithm::kAuto;
@@ -40,6 +44,20 @@ void all_reduce(Communicator& communicator, void* data, size_t count, DType dtyp
       ring(collective, operand);
     }
   });
+}
+
+}  // namespace
+
+void all_reduce(Communicator& communicator, void* data, size_t count, DType dtype,
+                Reduction reduction, Algorithm algorithm, uint32_t shape) {
+  run(communicator, data, {Operation::kAllReduce, dtype, reduction, algorithm, 0, shape, count});
+}
+
+void reduce(Communicator& communicator, void* data, size_t count, DType dtype, Reduction reduction,
+            int root) {
+  check_root(root, communicator.world_size());
+  run(communicator, data,
+      {Operation::kReduce, dtype, reduction, {}, static_cast<uint32_t>(root), 0, count});
 }
 
 }  // namespace pipekernels

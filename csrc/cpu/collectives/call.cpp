@@ -5,15 +5,21 @@ namespace pipekernels {
 std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 
 std::string describe(const Call& call) {
-  constexpr const char* names[] = {"barrier", "all_reduce", "reduce_scatter", "all_gather",
-                                   "broadcast"};
+  constexpr const char* names[kCalls] = {
+      "barrier",   "all_reduce", "reduce_scatter", "all_gather", "broadcast",
+      "reduce",    "gather",     "scatter",        "all_to_all"};
   const auto operation = static_cast<Operation>(static_cast<uint8_t>(call.operation) & ~kOnCuda);
   std::string text = names[static_cast<int>(operation)];
   if (operation == Operation::kBarrier) return text + "()";
+  if (operation == Operation::kAllToAll) return text + "(" + name_of(call.dtype) + ")";
   text += "(" + std::to_string(call.count) + " x " + name_of(call.dtype);
-  if (operation == Operation::kBroadcast) return text + ", src=" + std::to_string(call.root) + ")";
+  const std::string root = std::to_string(call.root);
+  const bool sends = operation == Operation::kBroadcast || operation == Operation::kScatter;
+  if (sends) return text + ", src=" + root + ")";
+  if (operation == Operation::kGather) return text + ", dst=" + root + ")";
   if (operation != Operation::kAllGather) text += std::string(", ") + name_of(call.reduction);
   if (operation == Operation::kAllReduce) text += std::string(", ") + name_of(call.algorithm);
+  if (operation == Operation::kReduce) text += ", dst=" + root;
   return text + ")";
 }
 

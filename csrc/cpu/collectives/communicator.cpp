@@ -405,8 +405,10 @@ void Collective::abandon() {
     communicator_.heap_->isolate(address(mine_.location), bytes_);
 }
 
-void barrier(Communicator& communicator) {
-  run_collective(communicator, Call{}, nullptr, 0, [](Collective& collective) {
+void barrier(Communicator& communicator) { announce(communicator, Call{}); }
+
+void announce(Communicator& communicator, const Call& call) {
+  run_collective(communicator, call, nullptr, 0, [](Collective& collective) {
     collective.signal();
     collective.wait();
   });

@@ -5,7 +5,7 @@
 
 namespace pipekernels {
 
-// One table per dtype, each with one entry per reduction.
+// One table per dtype, each with one entry per reduction; null and empty where there is none.
 const ReduceKernels* const* reduce_tables_baseline();
 #if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
 const ReduceKernels* const* reduce_tables_avx2();
@@ -19,13 +19,25 @@ void check_reducible(DType dtype, Reduction reduction) {
                                 "; convert it to float64, float32, float16, bfloat16, int32 or "
                                 "int64");
   }
+  if (static_cast<int>(reduction) >= kDeviceReductions) {
+    throw std::invalid_argument(std::string("a ") + name_of(reduction) + " is for CPU tensors");
+  }
   if (is_integer(dtype) && is_average(reduction)) {
     throw std::invalid_argument(std::string("an average of ") + name_of(dtype) +
                                 " is not an integer; use op='sum', or convert to a float type");
   }
 }
 
+bool has_reduce_kernels(DType dtype, Reduction reduction) {
+  const ReduceKernels* table = reduce_tables_baseline()[static_cast<int>(dtype)];
+  return table != nullptr && table[static_cast<int>(reduction)].reduce != nullptr;
+}
+
 const ReduceKernels& reduce_kernels(DType dtype, Reduction reduction, [[maybe_unused]] Isa isa) {
+  if (!has_reduce_kernels(dtype, reduction)) {
+    throw std::invalid_argument(std::string(name_of(dtype)) + " has no reduction '" +
+                                name_of(reduction) + "'");
+  }
   const ReduceKernels* const* tables = reduce_tables_baseline();
 #if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
   if (isa == Isa::kAvx2) tables = reduce_tables_avx2();

@@ -49,6 +49,34 @@ struct TreeAvg : Avg {
   static constexpr bool kTree = true;
 };
 
+struct Product : Sum {
+  template <class V>
+  static V combine(V a, V b) {
+    return a * b;
+  }
+};
+
+struct And : Sum {
+  template <class V>
+  static V combine(V a, V b) {
+    return a & b;
+  }
+};
+
+struct Or : Sum {
+  template <class V>
+  static V combine(V a, V b) {
+    return a | b;
+  }
+};
+
+struct Xor : Sum {
+  template <class V>
+  static V combine(V a, V b) {
+    return a ^ b;
+  }
+};
+
 struct Extremum {
   static constexpr bool kTree = false;
   template <class V>
@@ -330,22 +358,106 @@ struct Kernels {
   static constexpr ReduceKernels kTable = {&reduce, &reduce_in_place, &accumulate, &finish};
 };
 
+// The kernels `Each` for elements of two numbers.
+template <class Each>
+struct Pairs {
+  static void reduce(void* destination, const void* const* sources, int terms, size_t count) {
+    Each::reduce(destination, sources, terms, 2 * count);
+  }
+  static void reduce_in_place(void* const* tensors, int terms, int own, size_t count) {
+    Each::reduce_in_place(tensors, terms, own, 2 * count);
+  }
+  static void accumulate(void* destination, const void* partials, const void* source, int index,
+                         size_t stride, size_t count) {
+    Each::accumulate(destination, partials, source, index, 2 * stride, 2 * count);
+  }
+  static void finish(void* destination, const void* partials, const void* source, int terms,
+                     size_t stride, size_t count) {
+    Each::finish(destination, partials, source, terms, 2 * stride, 2 * count);
+  }
+
+  static constexpr ReduceKernels kTable = {&reduce, &reduce_in_place, &accumulate, &finish};
+};
+
+// The tables have the order of Reduction.
 template <class Type>
 constexpr ReduceKernels kFloatTable[kReductions] = {
-    Kernels<Type, Sum>::kTable, Kernels<Type, Avg>::kTable,     Kernels<Type, Max>::kTable,
-    Kernels<Type, Min>::kTable, Kernels<Type, TreeSum>::kTable, Kernels<Type, TreeAvg>::kTable,
+    Kernels<Type, Sum>::kTable,
+    Kernels<Type, Avg>::kTable,
+    Kernels<Type, Max>::kTable,
+    Kernels<Type, Min>::kTable,
+    Kernels<Type, TreeSum>::kTable,
+    Kernels<Type, TreeAvg>::kTable,
+    Kernels<Type, Product>::kTable,
+    {},
+    {},
+    {},
+    Kernels<Type, Sum>::kTable,
+};
+
+template <class Type>
+constexpr ReduceKernels kComplexTable[kReductions] = {
+    Pairs<Kernels<Type, Sum>>::kTable,
+    Pairs<Kernels<Type, Avg>>::kTable,
+    {},
+    {},
+    Pairs<Kernels<Type, TreeSum>>::kTable,
+    Pairs<Kernels<Type, TreeAvg>>::kTable,
+    {},
+    {},
+    {},
+    {},
+    Pairs<Kernels<Type, Sum>>::kTable,
 };
 
 // Sums of integers wrap around, which is defined only for unsigned types.
-template <class Signed, class Unsigned>
+template <class Element, class Unsigned>
 constexpr ReduceKernels kIntegerTable[kReductions] = {
-    Kernels<Plain<Unsigned>, Sum>::kTable, {},
-    Kernels<Plain<Signed>, Max>::kTable,   Kernels<Plain<Signed>, Min>::kTable,
-    Kernels<Plain<Unsigned>, Sum>::kTable, {}};
+    Kernels<Plain<Unsigned>, Sum>::kTable,
+    {},
+    Kernels<Plain<Element>, Max>::kTable,
+    Kernels<Plain<Element>, Min>::kTable,
+    Kernels<Plain<Unsigned>, Sum>::kTable,
+    {},
+    Kernels<Plain<Unsigned>, Product>::kTable,
+    Kernels<Plain<Unsigned>, And>::kTable,
+    Kernels<Plain<Unsigned>, Or>::kTable,
+    Kernels<Plain<Unsigned>, Xor>::kTable,
+    Kernels<Plain<Unsigned>, Sum>::kTable,
+};
 
-constexpr const ReduceKernels* kTables[kReducibleDTypes] = {
-    kFloatTable<Plain<double>>, kFloatTable<Plain<float>>,        kFloatTable<Fp16>,
-    kFloatTable<Bf16>,          kIntegerTable<int32_t, uint32_t>, kIntegerTable<int64_t, uint64_t>,
+constexpr ReduceKernels kBoolTable[kReductions] = {
+    Kernels<Plain<uint8_t>, Or>::kTable,
+    {},
+    Kernels<Plain<uint8_t>, Or>::kTable,
+    Kernels<Plain<uint8_t>, And>::kTable,
+    Kernels<Plain<uint8_t>, Or>::kTable,
+    {},
+    Kernels<Plain<uint8_t>, And>::kTable,
+    Kernels<Plain<uint8_t>, And>::kTable,
+    Kernels<Plain<uint8_t>, Or>::kTable,
+    Kernels<Plain<uint8_t>, Xor>::kTable,
+    {},
+};
+
+// In the order of DType; null for those of 8 and 4 bits.
+constexpr const ReduceKernels* kTables[kDTypes] = {
+    kFloatTable<Plain<double>>,
+    kFloatTable<Plain<float>>,
+    kFloatTable<Fp16>,
+    kFloatTable<Bf16>,
+    kIntegerTable<int32_t, uint32_t>,
+    kIntegerTable<int64_t, uint64_t>,
+    kIntegerTable<int16_t, uint16_t>,
+    kIntegerTable<int8_t, uint8_t>,
+    kIntegerTable<uint8_t, uint8_t>,
+    kBoolTable,
+    kComplexTable<Plain<float>>,
+    kComplexTable<Plain<double>>,
+    kComplexTable<Fp16>,
+    kIntegerTable<uint16_t, uint16_t>,
+    kIntegerTable<uint32_t, uint32_t>,
+    kIntegerTable<uint64_t, uint64_t>,
 };
 
 }  // namespace

@@ -16,7 +16,12 @@ enum class Operation : uint8_t {
   kReduceScatter,
   kAllGather,
   kBroadcast,
+  kReduce,
+  kGather,
+  kScatter,
+  kAllToAll,
 };
+constexpr int kCalls = 9;
 
 constexpr int kMaxRanks = 1024;
 constexpr int kShapeBits = 22;
@@ -27,7 +32,7 @@ struct Call {
   DType dtype = DType::kUInt8;
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
-  uint32_t root : 10;           // kBroadcast: the rank that sends.
+  uint32_t root : 10;           // The rank that sends or receives, if only one does.
   uint32_t shape : kShapeBits;  // A digest of the shape of this rank's input.
   uint64_t count = 0;           // Elements of this rank's input.
 };

@@ -195,4 +195,8 @@ void run_collective(Communicator& communicator, const Call& call, const void* da
 // Returns when all ranks have called it.
 void barrier(Communicator& communicator);
 
+// A barrier of ranks that are about to make `call` by other means: ranks that make different calls
+// throw a MismatchError.
+void announce(Communicator& communicator, const Call& call);
+
 }  // namespace pipekernels

@@ -9,8 +9,8 @@
 
 namespace pipekernels {
 
-// The first kFloatingDTypes can be cast to one another, the first kReducibleDTypes can be reduced,
-// and all can be copied.
+// The first kFloatingDTypes can be cast to one another, the first kReducibleDTypes can be reduced on
+// all devices, and all can be copied. reduce.h says what can be reduced on CPUs.
 enum class DType : uint8_t {
   kFloat64,
   kFloat32,
@@ -39,10 +39,24 @@ constexpr int kDTypes = static_cast<int>(DType::kFloat4E2M1FnX2) + 1;
 constexpr int kFloatingDTypes = 4;
 constexpr int kReducibleDTypes = 6;
 
-// The last two are sums and averages in tree order; see tree_order.h.
-enum class Reduction : uint8_t { kSum, kAvg, kMax, kMin, kTreeSum, kTreeAvg };
-constexpr int kReductions = 6;
-constexpr int kOperations = 4;  // Those that callers name, each in one of the orders.
+// kTreeSum and kTreeAvg are in tree order; see tree_order.h. Those from kProduct on are for CPUs;
+// kScaledSum is a sum of terms that each rank has scaled before.
+enum class Reduction : uint8_t {
+  kSum,
+  kAvg,
+  kMax,
+  kMin,
+  kTreeSum,
+  kTreeAvg,
+  kProduct,
+  kAnd,
+  kOr,
+  kXor,
+  kScaledSum,
+};
+constexpr int kReductions = 11;
+constexpr int kDeviceReductions = 6;  // The first ones.
+constexpr int kOperations = 4;  // Those that callers name on all devices, each in one of the orders.
 
 enum class Order : uint8_t { kRank, kTree };
 constexpr int kOrders = 2;
@@ -72,7 +86,8 @@ constexpr const char* name_of(DType dtype) {
 
 constexpr const char* name_of(Reduction reduction) {
   constexpr const char* names[] = {
-      "sum", "avg", "max", "min", "sum in tree order", "avg in tree order"};
+      "sum",     "avg", "max", "min", "sum in tree order", "avg in tree order",
+      "product", "and", "or",  "xor", "premul_sum"};
   return names[static_cast<int>(reduction)];
 }
 
@@ -105,7 +120,11 @@ constexpr Reduction in_order(Reduction operation, Order order) {
   return is_average(operation) ? Reduction::kTreeAvg : Reduction::kTreeSum;
 }
 
-// Size of an element of a partial result: 16-bit types are summed in float32.
-constexpr size_t partial_size_of(DType dtype) { return size_of(dtype) == 2 ? 4 : size_of(dtype); }
+// Size of an element of a partial result: 16-bit floats are summed in float32.
+constexpr size_t partial_size_of(DType dtype) {
+  const bool is_half =
+      dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kComplex32;
+  return is_half ? 2 * size_of(dtype) : size_of(dtype);
+}
 
 }  // namespace pipekernels

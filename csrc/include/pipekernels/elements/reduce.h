@@ -4,7 +4,8 @@
 // sources, or in tree order (tree_order.h) for kTreeSum and kTreeAvg. 16-bit floats are reduced in
 // float32 and rounded once at the end, to nearest even. Integers wrap around modulo 2^bits. An
 // average is the sum divided by the number of terms before that rounding. A maximum or minimum is
-// NaN if a term is. A sum or average that is NaN has all bits set.
+// NaN if a term is. A sum, average or product that is NaN has all bits set. Complex numbers are
+// summed as pairs of real ones. Of bools, a sum is "or" and a product "and".
 #pragma once
 
 #include <cstddef>
@@ -33,10 +34,15 @@ struct ReduceKernels {
                  size_t stride, size_t count);
 };
 
-// check_reducible() must accept `dtype` and `reduction`.
+// Whether CPUs have kernels for `dtype` and `reduction`: all for float64, float32, float16 and
+// bfloat16 but those of bits; all for integers and bool but averages; sums and averages of complex
+// numbers.
+bool has_reduce_kernels(DType dtype, Reduction reduction);
+
+// Throws std::invalid_argument if has_reduce_kernels() is false.
 const ReduceKernels& reduce_kernels(DType dtype, Reduction reduction, Isa isa = best_isa());
 
-// Throws std::invalid_argument if there is no kernel for `dtype` and `reduction`.
+// Throws std::invalid_argument if `dtype` and `reduction` are not for all devices.
 void check_reducible(DType dtype, Reduction reduction);
 
 }  // namespace pipekernels

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include "pipekernels/elements/dtype.h"
 #include "pipekernels/host/dlpack.h"
@@ -13,7 +15,7 @@ inline bool is_empty(const Tensor& tensor) {
   return std::find(tensor.shape, tensor.shape + tensor.dims, 0) != tensor.shape + tensor.dims;
 }
 
-// The code of its DType, or -1 for a dtype that can neither be cast nor reduced.
+// The code of its DType, or -1 for a dtype that can neither be cast nor reduced on all devices.
 inline int dtype_of(const Tensor& tensor) {
   if (tensor.type_lanes != 1) return -1;
   switch (tensor.type_code << 8 | tensor.type_bits) {
@@ -32,6 +34,20 @@ inline int dtype_of(const Tensor& tensor) {
     default:
       return -1;
   }
+}
+
+// The same for a dtype that can be reduced on CPUs.
+inline int cpu_dtype_of(const Tensor& tensor) {
+  constexpr int kFirst = kReducibleDTypes, kLast = static_cast<int>(DType::kUInt64);
+  constexpr int kinds[] = {kInt,     kInt,     kUnsigned, kBool,    kComplex,
+                           kComplex, kComplex, kUnsigned, kUnsigned, kUnsigned};
+  static_assert(std::size(kinds) == kLast - kFirst + 1);
+  int code = dtype_of(tensor);
+  for (int i = kFirst; code < 0 && tensor.type_lanes == 1 && i <= kLast; ++i) {
+    const size_t bits = 8 * size_of(static_cast<DType>(i));
+    if (tensor.type_code == kinds[i - kFirst] && tensor.type_bits == bits) code = i;
+  }
+  return code;
 }
 
 // The number of elements of a contiguous tensor, or -1 if it is not contiguous.
