@@ -15,6 +15,7 @@ Other modules may use the names that torch intends for subclasses and for walkin
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -187,6 +188,13 @@ dispatch_mode_count = torch._C._len_torch_dispatch_stack
 
 is_profiler_enabled = torch._C._autograd._profiler_enabled
 """Whether this thread is profiled."""
+
+
+def end_with(call: concurrent.futures.Future[None], shown: Any) -> None:
+    """End the range ``shown`` of a profiler, a ``record_function``, with ``call``."""
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    shown._call_end_callbacks_on_future(ended)
+    call.add_done_callback(lambda _: ended.set_result(None))
 
 
 def needs_dispatcher() -> bool:

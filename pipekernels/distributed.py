@@ -36,7 +36,6 @@ Raises:
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +48,7 @@ from torch.torch_version import TorchVersion
 from pipekernels.comm.process_group import derived
 from pipekernels.comm.process_group.group import Group, is_dense
 from pipekernels.comm.process_group.work import ENDED
-from pipekernels.comm.tensors import put_back, to_dense_in_place
+from pipekernels.comm.tensors import elements_of, put_back, to_dense, to_dense_in_place
 
 if TYPE_CHECKING:
     from pipekernels._backend import Communicator as Native
@@ -62,7 +61,7 @@ if TorchVersion(torch.__version__) < "2.7":
 
 _REDUCTIONS = {
     dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.PREMUL_SUM: "sum",
+    dist.ReduceOp.PREMUL_SUM: "premul_sum",
     dist.ReduceOp.AVG: "avg",
     dist.ReduceOp.MAX: "max",
     dist.ReduceOp.MIN: "min",
@@ -93,32 +92,35 @@ def _broadcast_at_once(native: Native, opts: Any, tensors: Any) -> bool:
     return len(tensors) == 1 and native.broadcast_flat(tensors[0], opts.rootRank)
 
 
-Steps = Iterator[list[Tensor]]
+Plan = tuple[list[Tensor], Callable[[], object]]
+"""The tensors that a call fills, and what fills them."""
 
 
 def _collective(
     options: Any,
     *,
     at_once: Callable[..., bool] | None = None,
-    name: str = "",
+    name: str,
+    other_name: str = "",
     arguments: int = 1,
     decisive: slice = slice(1),
     single: bool = False,
-) -> Callable[[Callable[..., Steps]], Callable[..., dist.Work]]:
-    """Make a method of ``steps(self, opts, *arguments)``, which checks the arguments, yields the
-    call's results, and, once all earlier calls have ended, computes them.
+) -> Callable[[Callable[..., Plan]], Callable[..., dist.Work]]:
+    """Make a method of ``plan(self, opts, *arguments)``, which reads and checks the arguments at
+    the call. What it returns runs once all earlier calls have ended.
 
     Args:
         options: the class of torch's options.
         at_once: makes the call with ``(flat_calls, opts, *arguments)`` if it can; returns whether
             it has.
-        name: of this method in groups for other tensors; that of ``steps`` if it is empty.
+        name: of the collective, for the profiler.
+        other_name: of this method in groups for other tensors; that of ``plan`` if it is empty.
         arguments: how many come before the options.
         decisive: the lists of tensors that decide on the group, the same on all ranks.
         single: the arguments are not lists of tensors.
     """
 
-    def make(steps: Callable[..., Steps]) -> Callable[..., dist.Work]:
+    def make(plan: Callable[..., Plan]) -> Callable[..., dist.Work]:
         def method(self: _Group, *given: Any, **fields: Any) -> dist.Work:
             if at_once is not None and len(given) > arguments:
                 calls = self._immediate(given[arguments])
@@ -129,19 +131,26 @@ def _collective(
             if single:
                 tensors = given[:2]
             else:
-                if any(isinstance(each, Tensor) for each in given):
-                    given = tuple([e] if isinstance(e, Tensor) or e else [] for e in given)
+                # Copies, since the caller may use the lists again before the call runs.
+                given = tuple(
+                    [e] if isinstance(e, Tensor) else [_copied(part) for part in e or ()]
+                    for e in given
+                )
                 tensors = tuple(tensor for each in given[decisive] for tensor in each)
             if not is_dense(tensors):
                 other: Callable[..., dist.Work]
-                other = getattr(self._other(tensors), name or steps.__name__)
+                other = getattr(self._other(tensors), other_name or plan.__name__)
                 return other(*given, opts)
-            call = steps(self, opts, *given)
-            return self._run(opts, functools.partial(next, call, None), next(call))
+            results, body = plan(self, opts, *given)
+            return self._run(opts, body, results, name)
 
         return method
 
     return make
+
+
+def _copied(part: Any) -> Any:
+    return list(part) if isinstance(part, (list, tuple)) else part
 
 
 class _Group(Group):
@@ -149,82 +158,110 @@ class _Group(Group):
 
     # ---- reductions ------------------------------------------------------------------------------
 
-    def _reduce_all(self, opts: Any, tensors: list[Tensor]) -> Steps:
-        name, factor = _reduction(opts)
-        native = self._native() if factor is None else None
-        yield tensors
-        for tensor in tensors:
-            if native is not None and native.all_reduce_flat(tensor, name):
-                continue
-            with _flat(tensor) as flat:
-                if factor is not None:
-                    flat *= factor
-                derived.all_reduce(self._comm, flat, name)
+    def _reduce_all(self, opts: Any, tensors: list[Tensor]) -> Plan:
+        op, factor = _reduction(opts)
+        native = self._flat_calls if factor is None else None
 
-    allreduce = _collective(dist.AllreduceOptions, at_once=_all_reduce_at_once, name="allreduce")(
-        _reduce_all
-    )
+        def run() -> None:
+            for tensor in tensors:
+                if native is not None and native.all_reduce_flat(tensor, op):
+                    continue
+                with _flat(tensor) as flat:
+                    if factor is not None:
+                        flat *= factor
+                    derived.all_reduce(self._comm, flat, op)
+
+        return tensors, run
+
+    allreduce = _collective(
+        dist.AllreduceOptions,
+        at_once=_all_reduce_at_once,
+        name="all_reduce",
+        other_name="allreduce",
+    )(_reduce_all)
     allreduce_coalesced = _collective(
-        dist.AllreduceCoalescedOptions, at_once=_all_reduce_at_once, name="allreduce_coalesced"
+        dist.AllreduceCoalescedOptions,
+        at_once=_all_reduce_at_once,
+        name="all_reduce",
+        other_name="allreduce_coalesced",
     )(_reduce_all)
 
-    @_collective(dist.ReduceOptions)
-    def reduce(self, opts: Any, tensors: list[Tensor]) -> Steps:
-        name, factor = _reduction(opts)
-        yield tensors
-        for tensor in tensors:
-            with _flat(tensor) as flat:
-                scaled = flat if factor is None else flat * factor
-                derived.reduce(self._comm, scaled, name, opts.rootRank)
-                if scaled is not flat and self.rank() == opts.rootRank:
-                    flat.copy_(scaled)
+    @_collective(dist.ReduceOptions, name="reduce")
+    def reduce(self, opts: Any, tensors: list[Tensor]) -> Plan:
+        (op, factor), root = _reduction(opts), opts.rootRank
 
-    @_collective(dist.ReduceScatterOptions, arguments=2)
-    def reduce_scatter(self, opts: Any, outputs: list[Tensor], inputs: list[list[Tensor]]) -> Steps:
+        def run() -> None:
+            for tensor in tensors:
+                with _flat(tensor) as flat:
+                    scaled = flat if factor is None else flat * factor
+                    derived.reduce(self._comm, scaled, op, root)
+                    if scaled is not flat and self.rank() == root:
+                        flat.copy_(scaled)
+
+        return tensors, run
+
+    @_collective(dist.ReduceScatterOptions, name="reduce_scatter", arguments=2)
+    def reduce_scatter(self, opts: Any, outputs: list[Tensor], inputs: list[list[Tensor]]) -> Plan:
         for slices in inputs:
             self._check_list("reduce_scatter", slices)
-        yield outputs
-        for output, slices in zip(outputs, inputs, strict=True):
-            if all(part.shape == slices[0].shape for part in slices):
-                self._reduce_scatter(output, torch.stack(slices), opts)
-            else:
-                self._reduce_scatter_uneven(output, slices, opts)
+        reduction = _reduction(opts)
 
-    def _reduce_scatter_each(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Steps:
+        def run() -> None:
+            for output, slices in zip(outputs, inputs, strict=True):
+                if all(part.shape == slices[0].shape for part in slices):
+                    self._reduce_scatter(output, torch.stack(slices), *reduction)
+                else:
+                    self._reduce_scatter_uneven(output, slices, *reduction)
+
+        return outputs, run
+
+    def _reduce_scatter_each(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Plan:
         for output, input in zip(outputs, inputs, strict=True):
             self._check_sizes("reduce_scatter", output, input, "input")
-        native = self._native()
-        yield outputs
-        for output, input in zip(outputs, inputs, strict=True):
-            if native is None or not _reduce_scatter_at_once(native, opts, output, input):
-                self._reduce_scatter(output, input, opts)
+        op, factor = _reduction(opts)
+        native = self._flat_calls if factor is None else None
+
+        def run() -> None:
+            for output, input in zip(outputs, inputs, strict=True):
+                if native is None or not native.reduce_scatter_flat(input, output, op):
+                    self._reduce_scatter(output, input, op, factor)
+
+        return outputs, run
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _collective(
-        dist.ReduceScatterOptions, name="reduce_scatter_tensor_coalesced", arguments=2
+        dist.ReduceScatterOptions,
+        name="reduce_scatter",
+        other_name="reduce_scatter_tensor_coalesced",
+        arguments=2,
     )(_reduce_scatter_each)
 
     @_collective(
-        dist.ReduceScatterOptions, at_once=_reduce_scatter_at_once, arguments=2, single=True
+        dist.ReduceScatterOptions,
+        at_once=_reduce_scatter_at_once,
+        name="reduce_scatter",
+        arguments=2,
+        single=True,
     )
-    def _reduce_scatter_base(self, opts: Any, output: Tensor, input: Tensor) -> Steps:
+    def _reduce_scatter_base(self, opts: Any, output: Tensor, input: Tensor) -> Plan:
         return self._reduce_scatter_each(opts, [output], [input])
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> None:
-        op, factor = _reduction(opts)
-        rows = input.reshape(self.size(), -1)
-        rows = rows if factor is None else rows * factor
-        in_place = output.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
-        if output.is_contiguous() and not in_place:
-            derived.reduce_scatter(self._comm, rows, op, output.view(1, -1))
-        else:
-            output.copy_(derived.reduce_scatter(self._comm, rows, op).view(output.shape))
+    def _reduce_scatter(self, output: Tensor, input: Tensor, op: str, factor: Any) -> None:
+        terms = to_dense(input)
+        if factor is not None:
+            terms = terms * factor
+        elif output.untyped_storage().data_ptr() == terms.untyped_storage().data_ptr():
+            terms = terms.clone()
+        with _flat(output) as flat:
+            derived.reduce_scatter(self._comm, terms.view(-1), op, flat)
 
-    def _reduce_scatter_uneven(self, output: Tensor, slices: list[Tensor], opts: Any) -> None:
-        op, factor = _reduction(opts)
+    def _reduce_scatter_uneven(
+        self, output: Tensor, slices: list[Tensor], op: str, factor: Any
+    ) -> None:
         whole = torch.cat([part.reshape(-1) for part in slices])
         whole = whole if factor is None else whole * factor
+        self._comm._cpu_backend.announce("reduce_scatter", whole, op)
         derived.all_reduce(self._comm, whole, op)
         own = whole.split([part.numel() for part in slices])[self.rank()]
         output.copy_(own.view(output.shape))
@@ -236,6 +273,17 @@ class _Group(Group):
                 f"got {len(tensors)}"
             )
 
+    def _check_parts(self, call: str, parts: Sequence[Tensor], own: Tensor, root: int) -> None:
+        if self.rank() != root:
+            return
+        self._check_list(call, parts)
+        for part in parts:
+            if part.numel() != own.numel() or part.dtype != own.dtype:
+                raise ValueError(
+                    f"{call} needs tensors of one size and dtype, got {tuple(part.shape)} of "
+                    f"{part.dtype} in the list and {tuple(own.shape)} of {own.dtype} beside it"
+                )
+
     def _check_sizes(self, call: str, part: Tensor, whole: Tensor, name: str) -> None:
         if whole.numel() != self.size() * part.numel():
             raise ValueError(
@@ -246,92 +294,154 @@ class _Group(Group):
 
     # ---- copies ----------------------------------------------------------------------------------
 
-    @_collective(AllgatherOptions, arguments=2, decisive=slice(1, 2))
-    def allgather(self, opts: Any, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Steps:
+    @_collective(AllgatherOptions, name="all_gather", arguments=2, decisive=slice(1, 2))
+    def allgather(self, opts: Any, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Plan:
         for tensors in outputs:
             self._check_list("all_gather", tensors)
-        yield [tensor for tensors in outputs for tensor in tensors]
-        for tensors, input in zip(outputs, inputs, strict=True):
-            derived.gather(self._comm, input.reshape(-1), tensors)
 
-    def _all_gather_each(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Steps:
+        def run() -> None:
+            for tensors, input in zip(outputs, inputs, strict=True):
+                rows = self._comm.all_gather(input.reshape(1, -1))
+                for row, output in zip(rows, tensors, strict=True):
+                    output.copy_(row.view(output.shape))
+
+        return [tensor for tensors in outputs for tensor in tensors], run
+
+    def _all_gather_each(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Plan:
         for output, input in zip(outputs, inputs, strict=True):
             self._check_sizes("all_gather", input, output, "output")
-        native = self._native()
-        yield outputs
-        for output, input in zip(outputs, inputs, strict=True):
-            if native is not None and native.all_gather_flat(input, output):
-                continue
-            row = input.reshape(-1)
-            if output.is_contiguous():
-                self._comm.all_gather(row, out=output.view(-1))
-            else:
-                output.copy_(self._comm.all_gather(row).view(output.shape))
+
+        native = self._flat_calls
+
+        def run() -> None:
+            for output, input in zip(outputs, inputs, strict=True):
+                if native is not None and native.all_gather_flat(input, output):
+                    continue
+                with _flat(output) as flat:
+                    self._comm.all_gather(input.reshape(-1), out=flat)
+
+        return outputs, run
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced = _collective(
         AllgatherOptions,
-        name="allgather_into_tensor_coalesced",
+        name="all_gather",
+        other_name="allgather_into_tensor_coalesced",
         arguments=2,
         decisive=slice(1, 2),
     )(_all_gather_each)
 
-    @_collective(AllgatherOptions, at_once=_all_gather_at_once, arguments=2, single=True)
-    def _allgather_base(self, opts: Any, output: Tensor, input: Tensor) -> Steps:
+    @_collective(
+        AllgatherOptions, at_once=_all_gather_at_once, name="all_gather", arguments=2, single=True
+    )
+    def _allgather_base(self, opts: Any, output: Tensor, input: Tensor) -> Plan:
         return self._all_gather_each(opts, [output], [input])
 
     all_gather_single = _allgather_base
 
-    @_collective(dist.BroadcastOptions, at_once=_broadcast_at_once)
-    def broadcast(self, opts: Any, tensors: list[Tensor]) -> Steps:
-        native = self._native()
-        yield tensors
-        for tensor in tensors:
-            if native is None or not native.broadcast_flat(tensor, opts.rootRank):
+    @_collective(dist.BroadcastOptions, at_once=_broadcast_at_once, name="broadcast")
+    def broadcast(self, opts: Any, tensors: list[Tensor]) -> Plan:
+        root, native = opts.rootRank, self._flat_calls
+
+        def run() -> None:
+            for tensor in tensors:
+                if native is not None and native.broadcast_flat(tensor, root):
+                    continue
                 with _flat(tensor) as flat:
-                    self._comm.broadcast(flat, opts.rootRank)
+                    self._comm.broadcast(flat, root)
 
-    @_collective(dist.GatherOptions, arguments=2, decisive=slice(1, 2))
-    def gather(self, opts: Any, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Steps:
-        outputs = outputs if self.rank() == opts.rootRank else []
-        for tensors in outputs:
-            self._check_list("gather", tensors)
-        yield [tensor for tensors in outputs for tensor in tensors]
-        for i, input in enumerate(inputs):
-            derived.gather(self._comm, input.reshape(-1), outputs[i] if outputs else ())
+        return tensors, run
 
-    @_collective(dist.ScatterOptions, arguments=2)
-    def scatter(self, opts: Any, outputs: list[Tensor], inputs: list[list[Tensor]]) -> Steps:
-        inputs = inputs if self.rank() == opts.rootRank else []
-        for tensors in inputs:
-            self._check_list("scatter", tensors)
-        yield outputs
-        for i, output in enumerate(outputs):
-            derived.scatter(self._comm, output, inputs[i] if inputs else (), opts.rootRank)
+    @_collective(dist.GatherOptions, name="gather", arguments=2, decisive=slice(1, 2))
+    def gather(self, opts: Any, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Plan:
+        root = opts.rootRank
+        outputs = outputs if self.rank() == root else [[] for _ in inputs]
+        for tensors, input in zip(outputs, inputs, strict=True):
+            self._check_parts("gather", tensors, input, root)
 
-    @_collective(dist.AllToAllOptions, arguments=2, decisive=slice(2))
-    def alltoall(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Steps:
-        yield outputs
-        self._comm.barrier()  # Finds ranks that make another call.
-        dense = list(map(to_dense_in_place, outputs))
-        self._gloo.alltoall(dense, [input.contiguous() for input in inputs], opts).wait()
-        for part, output in zip(dense, outputs, strict=True):
-            put_back(part, output)
+        def run() -> None:
+            for tensors, input in zip(outputs, inputs, strict=True):
+                with contextlib.ExitStack() as stack:
+                    flat = [stack.enter_context(_flat(output)) for output in tensors]
+                    self._gather(to_dense(input).view(-1), flat, root)
 
-    @_collective(dist.AllToAllOptions, arguments=4, single=True)
+        return [tensor for tensors in outputs for tensor in tensors], run
+
+    @_collective(dist.ScatterOptions, name="scatter", arguments=2)
+    def scatter(self, opts: Any, outputs: list[Tensor], inputs: list[list[Tensor]]) -> Plan:
+        root = opts.rootRank
+        inputs = inputs if self.rank() == root else [[] for _ in outputs]
+        for output, tensors in zip(outputs, inputs, strict=True):
+            self._check_parts("scatter", tensors, output, root)
+
+        def run() -> None:
+            for output, tensors in zip(outputs, inputs, strict=True):
+                with _flat(output) as flat:
+                    self._scatter(flat, [to_dense(each).view(-1) for each in tensors], root)
+
+        return outputs, run
+
+    def _gather(self, input: Tensor, outputs: list[Tensor], root: int) -> None:
+        backend = self._comm._cpu_backend
+        if backend.core is not None:
+            places = [output.data_ptr() for output in outputs]
+            backend.core.gather(input.data_ptr(), places, *elements_of(input), root)
+            return
+        backend.announce("gather", input, root=root)
+        opts = dist.GatherOptions()
+        opts.rootRank = root
+        self._gloo.gather([outputs] if outputs else [], [input], opts).wait()
+
+    def _scatter(self, output: Tensor, inputs: list[Tensor], root: int) -> None:
+        backend = self._comm._cpu_backend
+        if backend.core is not None:
+            places = [input.data_ptr() for input in inputs]
+            backend.core.scatter(places, output.data_ptr(), *elements_of(output), root)
+            return
+        backend.announce("scatter", output, root=root)
+        opts = dist.ScatterOptions()
+        opts.rootRank = root
+        self._gloo.scatter([output], [inputs] if inputs else [], opts).wait()
+
+    @_collective(dist.AllToAllOptions, name="all_to_all", arguments=2, decisive=slice(2))
+    def alltoall(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Plan:
+        opts = _renewed(dist.AllToAllOptions, opts)
+
+        def run() -> None:
+            self._comm._cpu_backend.announce("all_to_all", outputs[0])
+            dense = list(map(to_dense_in_place, outputs))
+            self._gloo.alltoall(dense, list(map(to_dense, inputs)), opts).wait()
+            for part, output in zip(dense, outputs, strict=True):
+                put_back(part, output)
+
+        return outputs, run
+
+    @_collective(dist.AllToAllOptions, name="all_to_all", arguments=4, single=True)
     def alltoall_base(
         self, opts: Any, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any
-    ) -> Steps:
-        yield [output]
-        self._comm.barrier()
-        dense = to_dense_in_place(output)
-        source = input.contiguous()
-        self._gloo.alltoall_base(dense, source, output_sizes, input_sizes, opts).wait()
-        put_back(dense, output)
+    ) -> Plan:
+        opts = _renewed(dist.AllToAllOptions, opts)
+        sizes = list(output_sizes), list(input_sizes)
+
+        def run() -> None:
+            self._comm._cpu_backend.announce("all_to_all", output)
+            dense = to_dense_in_place(output)
+            self._gloo.alltoall_base(dense, to_dense(input), *sizes, opts).wait()
+            put_back(dense, output)
+
+        return [output], run
 
     all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
-        return self._run(_options(dist.BarrierOptions, opts, timeout), self._comm.barrier, [])
+        opts = _options(dist.BarrierOptions, opts, timeout)
+        return self._run(opts, self._comm.barrier, [], "barrier")
+
+
+def _renewed(kind: Any, opts: Any) -> Any:
+    """Options with the timeout of ``opts``, which the caller may use again."""
+    options = kind()
+    options.timeout = opts.timeout
+    return options
 
 
 def _options(

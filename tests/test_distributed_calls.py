@@ -1,10 +1,13 @@
-"""The backend of torch.distributed: calls that Gloo runs, versions, profiles, different calls."""
+"""The backend of torch.distributed: arguments, layouts, versions, profiles, different calls."""
+
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import in_group
 from support.sweeps.collectives import waited
+from torch import nn
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.profiler import ProfilerActivity, profile
 
@@ -48,21 +51,98 @@ def test_versions_of_tensors_that_native_calls_change(rank: int) -> None:
 @in_group(2)
 def test_the_profiler_sees_calls(rank: int) -> None:
     x = torch.ones(2)
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
     with profile(activities=[ProfilerActivity.CPU]) as found:
-        dist.all_reduce(x)
         dist.broadcast(x, 0)
+        dist.reduce(x, 0, async_op=True).wait()
+        ddp(x).sum().backward()
     names = {event.name for event in found.events()}
-    assert names > {"pipekernels::all_reduce of 8 bytes, auto", "pipekernels::broadcast of 8 bytes"}
+    assert names > {f"pipekernels::{call} of 8 bytes" for call in ("broadcast", "reduce")}
+    assert "pipekernels::all_reduce of 8 bytes" in names
+
+
+@in_group(3)
+def test_arguments_are_read_at_the_call(rank: int) -> None:
+    """Lists that the caller uses again while an earlier call keeps the group busy."""
+    inputs, outputs = [torch.full((2,), i + 5.0) for i in range(3)], [torch.zeros(2)] * 3
+    received, sizes = torch.zeros(3), [1] * 3
+    busy = dist.all_reduce(torch.ones(3_000_000), async_op=True)
+    own, mine = torch.zeros(2), torch.zeros(2)
+    works = [
+        dist.reduce_scatter(own, inputs, async_op=True),
+        dist.all_to_all_single(
+            received, torch.arange(3.0) + 10 * rank, sizes, sizes, async_op=True
+        ),
+        dist.all_gather(outputs, torch.full((2,), float(rank)), async_op=True),
+        dist.scatter(mine, inputs if rank == 1 else None, 1, async_op=True),
+    ]
+    gathered = outputs[:]
+    outputs[:] = inputs[:] = [torch.full((2,), -1.0)] * 3
+    sizes[:] = [3, 0, 0]
+    for work in (busy, *works):
+        work.wait()
+    assert own.tolist() == [3 * (rank + 5.0)] * 2
+    assert received.tolist() == [10.0 * i + rank for i in range(3)]
+    assert gathered[2].tolist() == [2.0] * 2 and mine.tolist() == [rank + 5.0] * 2
+
+
+@in_group(2)
+def test_negative_views_and_layouts(rank: int) -> None:
+    def negative(count: int) -> torch.Tensor:
+        return torch._neg_view(torch.zeros(count))
+
+    out, base = torch.zeros(5), torch.arange(10.0)
+    dist.reduce_scatter_tensor(out, base.view(5, 2).t())
+    assert out.tolist() == [2.0 * i for i in base.view(5, 2)[:, rank].tolist()]
+    dist.reduce_scatter_tensor(out, torch.ones(2, 1).expand(2, 5))
+    assert out.tolist() == [2.0] * 5
+    x, both = negative(5), negative(4)
+    dist.reduce_scatter_tensor(x, torch.ones(10))
+    dist.all_gather_into_tensor(both, torch.full((2,), rank + 1.0))
+    assert x.tolist() == [2.0] * 5 and both.tolist() == [1.0, 1.0, 2.0, 2.0]
+    got = negative(3)
+    dist.send(torch.ones(3), 0) if rank else dist.recv(got, 1)
+    dist.broadcast(got, 0)
+    assert got.tolist() == [1.0] * 3
+
+
+@in_group(2)
+def test_a_forked_child_cannot_use_the_group(rank: int) -> None:
+    dist.all_reduce(torch.ones(2), async_op=True).wait()
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for is_async in (False, True):
+            try:
+                dist.all_reduce(torch.ones(2), async_op=is_async)
+            except RuntimeError as error:
+                refused += "belongs to the process that made it" in str(error)
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
 
 
 @in_group(2)
 def test_ranks_that_disagree_are_named_at_once(rank: int) -> None:
-    """What one rank would once have sent to Gloo and the other to the communicator."""
+    """What is compared is the call that the user makes, whatever it is made of."""
     x, op = torch.ones(4), dist.ReduceOp
+    both = [torch.ones(4), torch.ones(4)]
+    small = [torch.ones(4).to(dtype) for dtype in (torch.int8, torch.uint8)]
+    eights = [torch.ones(4).to(dtype) for dtype in (torch.float8_e5m2, torch.float8_e4m3fn)]
     for ours, theirs in (
         (lambda: dist.all_reduce(x), lambda: dist.all_reduce(x, op.PRODUCT)),
         (lambda: dist.all_reduce(x), lambda: dist.all_reduce(x.to(torch.uint8))),
         (lambda: dist.all_reduce(x), lambda: dist.reduce(x.to(torch.int8), 0)),
+        (lambda: dist.all_reduce(small[0], op.BOR), lambda: dist.all_reduce(small[0], op.BAND)),
+        (lambda: dist.all_reduce(small[0]), lambda: dist.all_reduce(small[1])),
+        (lambda: dist.all_reduce(eights[0]), lambda: dist.all_reduce(eights[1])),
+        (lambda: dist.all_reduce(x.int(), op.AVG), lambda: dist.all_reduce(x.long())),
+        (lambda: dist.all_reduce(x), lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(1.0))),
+        (lambda: dist.reduce(x, 0), lambda: dist.reduce(x, 1)),
+        (lambda: dist.gather(x, both, 0), lambda: dist.all_gather(both, x)),
+        (lambda: dist.scatter(x, both, 0), lambda: dist.broadcast(x, 0)),
+        (lambda: dist.all_to_all_single(both[0], x), dist.barrier),
     ):
-        with pytest.raises(ValueError, match="different collectives: rank 0 all_reduce.*rank 1"):
+        with pytest.raises(ValueError, match="different collectives: rank 0 .*rank 1"):
             (theirs if rank else ours)()
+    dist.all_reduce(x)  # The group stays usable.
+    assert x.tolist() == [2.0] * 4

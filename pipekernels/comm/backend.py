@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels.comm.codes import ALGORITHMS, REDUCIBLE, REDUCTIONS
+from pipekernels.comm.codes import ALGORITHMS, MOVABLE, REDUCTIONS
 from pipekernels.comm.tensors import elements_of, shape_digest
 
 
@@ -63,6 +63,18 @@ class CpuBackend(Backend, Protocol):
         dtypes and operations that a communicator does not reduce. The methods above serve these,
         whose tensors must then have one dimension."""
 
+    @property
+    def core(self) -> _backend.Communicator | None:
+        """The native communicator of all ranks; None over several hosts."""
+
+    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        """Whether the reductions above take this dtype and operation."""
+
+    def announce(self, call: str, tensor: Tensor, op: str = "", root: int = 0) -> None:
+        """Check that all ranks are about to make the same ``call`` of ``CALLS`` in
+        :mod:`pipekernels.comm.codes`, by other means than the methods above. A ``tensor`` of
+        all_to_all may have another size on each rank."""
+
     def barrier(self) -> None:
         """Return when all ranks have called it."""
 
@@ -104,7 +116,7 @@ class NativeBackend:
         self._native.all_reduce(
             tensor.data_ptr(),
             tensor.numel(),
-            REDUCIBLE[tensor.dtype],
+            MOVABLE[tensor.dtype],
             REDUCTIONS[op],
             ALGORITHMS[algorithm],
             shape_digest(tensor),
@@ -116,7 +128,7 @@ class NativeBackend:
             input.data_ptr(),
             output.data_ptr(),
             output.numel(),
-            REDUCIBLE[input.dtype],
+            MOVABLE[input.dtype],
             REDUCTIONS[op],
             shape_digest(input),
             *self._caller(),

@@ -1,4 +1,4 @@
-"""The codes of csrc/include/pipekernels/elements/dtype.h."""
+"""The codes of csrc/include/pipekernels: elements/dtype.h and collectives/call.h."""
 
 from __future__ import annotations
 
@@ -21,6 +21,23 @@ REDUCTIONS = {
     "min": 3,
     "sum in tree order": 4,
     "avg in tree order": 5,
+    "product": 6,
+    "and": 7,
+    "or": 8,
+    "xor": 9,
+    "premul_sum": 10,
+}
+# Those of call.h.
+CALLS = {
+    "barrier": 0,
+    "all_reduce": 1,
+    "reduce_scatter": 2,
+    "all_gather": 3,
+    "broadcast": 4,
+    "reduce": 5,
+    "gather": 6,
+    "scatter": 7,
+    "all_to_all": 8,
 }
 OPERATIONS = ("sum", "avg", "max", "min")
 ORDERS = ("rank", "tree")

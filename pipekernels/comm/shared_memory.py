@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels.comm.backend import NativeBackend
+from pipekernels.comm.codes import CALLS, MOVABLE, REDUCTIONS
 from pipekernels.comm.tensors import allocated
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,14 @@ class SharedMemoryBackend(NativeBackend):
         self.barrier = core.barrier
         self.close = core.close
         self.abort = core.abort
+
+    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        return bool(_backend.load().has_reduction(MOVABLE[dtype], REDUCTIONS[op]))
+
+    def announce(self, call: str, tensor: Tensor, op: str = "", root: int = 0) -> None:
+        dtype = MOVABLE.get(tensor.dtype, MOVABLE[torch.uint8])
+        count = 0 if call == "all_to_all" else tensor.numel()
+        self.core.announce(CALLS[call], dtype, REDUCTIONS.get(op, 0), root, count)
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
         super().all_reduce(tensor, op, algorithm)

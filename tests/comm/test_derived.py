@@ -1,4 +1,4 @@
-"""Reductions of all dtypes and exchanges, against numbers computed by Python."""
+"""Reductions of all dtypes, against numbers computed by Python."""
 
 import functools
 import operator
@@ -76,25 +76,10 @@ def test_reductions(comm: Communicator, dtype: torch.dtype, op: str) -> None:
         return
     want = torch.tensor(expected(dtype, op), dtype=dtype)
     derived.all_reduce(comm, x, op)
-    part = derived.reduce_scatter(comm, rows, op)
-    out = torch.empty_like(part)
-    assert derived.reduce_scatter(comm, rows, op, out) is out
+    part = torch.empty_like(x)
+    derived.reduce_scatter(comm, rows.view(-1), op, part)
     kept = rows[0].clone()
     derived.reduce(comm, kept, op, 1)
-    for found in (x, part[0], out[0], kept if comm.rank == 1 else want):
+    for found in (x, part, kept if comm.rank == 1 else want):
         assert found.tolist() == want.tolist()
     assert comm.rank == 1 or kept.tolist() == rows[0].tolist()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float16, torch.complex64])
-@on_ranks(RANKS, run_threads)
-def test_exchanges(comm: Communicator, dtype: torch.dtype) -> None:
-    x = torch.tensor([[1, 0], [comm.rank, 1]]).to(dtype)
-    outputs = [torch.zeros(2, 2, dtype=dtype) for _ in range(RANKS)] if comm.rank == 2 else ()
-    derived.gather(comm, x.view(-1), outputs)
-    for rank, output in enumerate(outputs):
-        assert output.equal(torch.tensor([[1, 0], [rank, 1]]).to(dtype))
-    mine, step = torch.zeros(2, 2, dtype=dtype), int(dtype != torch.bool)
-    parts = [(x + step * i).to(dtype) for i in range(RANKS)] if comm.rank == 1 else ()
-    derived.scatter(comm, mine, parts, 1)
-    assert mine.equal((torch.tensor([[1, 0], [1, 1]]) + step * comm.rank).to(dtype))

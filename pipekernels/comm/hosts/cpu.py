@@ -16,7 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from pipekernels.comm.codes import operation_of
+from pipekernels.comm.codes import OPERATIONS, REDUCIBLE, operation_of
 from pipekernels.comm.hosts.agreement import Agreement
 from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.link import Link
@@ -45,7 +45,7 @@ class MultiHostBackend:
         self._host_map = host_map
         self._link = link
         self._agreement = Agreement(local, host_map, link, timeout)
-        self.flat_calls = None  # Collectives need several steps.
+        self.flat_calls = self.core = None  # Collectives need several steps.
         self.empty = local.empty
         self.output = local.output
         self.close = self._agreement.close
@@ -56,6 +56,14 @@ class MultiHostBackend:
 
     def barrier(self) -> None:
         with self._agreement.collective("barrier", None):
+            pass
+
+    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        return dtype in REDUCIBLE and op in OPERATIONS and (op != "avg" or dtype.is_floating_point)
+
+    def announce(self, call: str, tensor: Tensor, op: str = "", root: int = 0) -> None:
+        described = tensor.new_empty(0) if call == "all_to_all" else tensor
+        with self._agreement.collective(call, described, op, f"root={root}"):
             pass
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:

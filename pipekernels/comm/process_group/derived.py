@@ -1,13 +1,18 @@
-"""Reductions and exchanges made of a communicator's collectives, for ``torch.distributed``.
+"""Reductions and exchanges of ``torch.distributed`` that a communicator does not have.
+
+On one host most are calls of the extension. The others are announced first, so that ranks that make
+different calls find out, and then made of a communicator's collectives:
 
 =========================================  ======================================================
-sums, maxima, minima of small or unsigned  of a wider dtype, cut off again: integers wrap around
-integers and of float8
-averages of integers                       a sum, divided and cut off towards zero, as NCCL does
-of ``bool``                                sum and maximum are "or", product and minimum "and"
-of complex numbers                         sums and averages of their real numbers
+float8, complex products                   of a wider dtype, rounded again; products are of the
+                                           tensors of all ranks, gathered, in rank order
+averages of integers                       a sum of int64, divided and cut off towards zero, as NCCL
+                                           does
+over several hosts: small or unsigned      of a wider dtype, cut off again: integers wrap around
+integers
+``bool``                                   sum and maximum are "or", product and minimum "and"
+complex numbers                            sums and averages of their real numbers
 products, bitwise "and", "or", "xor"       the tensors of all ranks, gathered, in rank order
-``reduce``, ``gather``, ``scatter``        ``all_reduce``, ``all_gather``, ``broadcast``
 =========================================  ======================================================
 
 Tensors are dense and of one dimension.
@@ -16,13 +21,13 @@ Tensors are dense and of one dimension.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipekernels.comm.codes import OPERATIONS, REDUCIBLE
+from pipekernels.comm.codes import MOVABLE, REDUCTIONS
 from pipekernels.comm.collectives import Collectives
 
 _WIDER = {
@@ -49,57 +54,50 @@ def all_reduce(comm: Collectives, tensor: Tensor, op: str) -> None:
     Args:
         comm: the ranks.
         tensor: any dtype that has the operation.
-        op: one of a communicator's, or ``'product'``, ``'and'``, ``'or'``, ``'xor'``.
+        op: a name in :data:`pipekernels.comm.codes.REDUCTIONS`.
 
     Raises:
         TypeError: the dtype has no such operation.
     """
-    if _is_native(tensor.dtype, op):
-        comm.all_reduce(tensor, op)
+    _check(tensor.dtype, op)
+    backend = comm._cpu_backend
+    if backend.reduces(tensor.dtype, op):
+        backend.all_reduce(tensor, op, "auto")
     else:
+        backend.announce("all_reduce", tensor, op)
         tensor.copy_(_reduced(comm, tensor, op))
 
 
-def reduce_scatter(comm: Collectives, rows: Tensor, op: str, out: Tensor | None = None) -> Tensor:
-    """Row ``rank`` of the reduction of ``rows``, ``[ranks, k]``; in ``out``, ``[1, k]``, if it is
-    given. Otherwise as :func:`all_reduce`."""
-    if _is_native(rows.dtype, op):
-        own = comm.reduce_scatter(rows.view(-1), op, out=None if out is None else out.view(-1))
-        return own[None] if out is None else out
-    own = _reduced(comm, rows.reshape(-1), op).view(rows.shape)[comm._rank :][:1]
-    return own if out is None else out.copy_(own)
+def reduce_scatter(comm: Collectives, input: Tensor, op: str, output: Tensor) -> None:
+    """Reduce ``input``, ``[ranks * k]``, over all ranks, and store this rank's part in ``output``,
+    ``[k]``, which must not overlap it. Otherwise as :func:`all_reduce`."""
+    _check(input.dtype, op)
+    backend = comm._cpu_backend
+    if backend.reduces(input.dtype, op):
+        backend.reduce_scatter(input, output, op)
+    else:
+        backend.announce("reduce_scatter", input, op)
+        output.copy_(_reduced(comm, input, op).view(comm._world_size, -1)[comm._rank])
 
 
 def reduce(comm: Collectives, tensor: Tensor, op: str, root: int) -> None:
     """:func:`all_reduce` on rank ``root``; the others keep their tensors."""
-    all_reduce(comm, tensor if comm._rank == root else tensor.clone(), op)
-
-
-def gather(comm: Collectives, input: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Copy the inputs of all ranks to ``outputs``, of any shapes, which only the root gives."""
-    rows = comm.all_gather(input[None])
-    for row, output in zip(rows, outputs, strict=False):
-        output.copy_(row.view(output.shape))
-
-
-def scatter(comm: Collectives, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
-    """Copy ``inputs[rank]`` of the root, which alone gives any, to the ``output`` of each rank."""
-    if inputs:
-        rows = torch.stack([input.reshape(-1) for input in inputs])
+    _check(tensor.dtype, op)
+    backend = comm._cpu_backend
+    result = tensor if comm._rank == root else tensor.clone()
+    if backend.core is not None and backend.reduces(tensor.dtype, op):
+        count, dtype = tensor.numel(), MOVABLE[tensor.dtype]
+        backend.core.reduce(result.data_ptr(), count, dtype, REDUCTIONS[op], root)
     else:
-        rows = output.new_empty(comm._world_size, output.numel())
-    comm.broadcast(rows, root)
-    output.copy_(rows[comm._rank].view(output.shape))
-
-
-def _is_native(dtype: torch.dtype, op: str) -> bool:
-    return dtype in REDUCIBLE and op in OPERATIONS and (op != "avg" or dtype.is_floating_point)
+        backend.announce("reduce", tensor, op, root)
+        all_reduce(comm, result, op)
 
 
 def _reduced(comm: Collectives, tensor: Tensor, op: str) -> Tensor:
     """The reduction of ``tensor``, in its dtype."""
     dtype = tensor.dtype
-    _check(dtype, op)
+    if op == "premul_sum":
+        op = "sum"
     if dtype == torch.bool:
         op = _OF_BOOL.get(op, op)
     if dtype == torch.uint64:
@@ -120,7 +118,7 @@ def _reduced(comm: Collectives, tensor: Tensor, op: str) -> Tensor:
         comm.all_reduce(wide, "sum")
         wide.div_(comm._world_size, rounding_mode="trunc")
     else:
-        wide = tensor.to(_WIDER.get(dtype, torch.float32))  # Else float8.
+        wide = tensor.to(_WIDER.get(dtype, torch.float32), copy=True)  # Else float8.
         comm.all_reduce(wide, op)
     return wide.to(dtype)
 

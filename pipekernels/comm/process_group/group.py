@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from pipekernels import _backend
 from pipekernels._log import info_once
-from pipekernels._torch_private import is_profiler_enabled, register_backend
+from pipekernels._torch_private import end_with, is_profiler_enabled, register_backend
 from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.join.deadline import Deadline
@@ -28,6 +31,7 @@ from pipekernels.comm.process_group.other_devices import (
     other_device,
 )
 from pipekernels.comm.process_group.work import DONE, ENDED, CopiedWork, Work, run_detached
+from pipekernels.comm.tensors import to_dense
 
 _log = logging.getLogger("pipekernels.distributed")
 
@@ -73,6 +77,7 @@ class Group(dist.ProcessGroup):
         self._flat_calls = self._comm._cpu_backend.flat_calls
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
         self._thread_id: int | None = None  # Set by its first call.
+        self._process = os.getpid()
         self._last = DONE
         self._others = OtherGroups(timeout, backend_options)
 
@@ -94,13 +99,9 @@ class Group(dist.ProcessGroup):
 
     def _immediate(self, opts: Any) -> _backend.Communicator | None:
         """Native calls, if one may run at once and no profiler wants to see it."""
-        if getattr(opts, "asyncOp", True) or self._last is not DONE:
+        if getattr(opts, "asyncOp", True) or self._last is not DONE or is_profiler_enabled():
             return None
-        return self._native()
-
-    def _native(self) -> _backend.Communicator | None:
-        """Native calls, if no profiler wants to see them."""
-        return None if is_profiler_enabled() else self._flat_calls
+        return self._flat_calls
 
     def _is_idle(self, opts: Any) -> bool:
         """Whether a call may run at once: the caller waits for it, and no earlier one is left."""
@@ -110,8 +111,10 @@ class Group(dist.ProcessGroup):
             self._last = DONE
         return self._last is DONE
 
-    def _run(self, opts: Any, body: Callable[[], object], results: list[Tensor]) -> dist.Work:
-        """Run ``body`` after all earlier calls.
+    def _run(
+        self, opts: Any, body: Callable[[], object], results: list[Tensor], name: str
+    ) -> dist.Work:
+        """Run ``body``, the collective ``name``, after all earlier calls.
 
         A future's callback may run on the group's thread, which cannot wait for itself: calls from
         there run at once. The order is then the same on all ranks if each callback is added before
@@ -126,13 +129,20 @@ class Group(dist.ProcessGroup):
             self._thread_id = threading.get_ident()
             run()
 
-        if self._is_idle(opts):
-            run()
-            return ENDED
-        if threading.get_ident() == self._thread_id:
-            run()
-            return Work(DONE, results)
-        self._last = self._thread.submit(run_detached, run_on_thread)
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this group belongs to the process that made it, and cannot be used in a forked "
+                "child; make a new one there"
+            )
+        is_idle = self._is_idle(opts)
+        if is_idle or threading.get_ident() == self._thread_id:
+            with _shown(name, results):
+                run()
+            return ENDED if is_idle else Work(DONE, results)
+        with _shown(name, results) as shown:
+            self._last = self._thread.submit(run_detached, run_on_thread)
+            if shown is not None:
+                end_with(self._last, shown)
         return Work(self._last, results)
 
     # ---- tensors of other devices ---------------------------------------------------------------
@@ -197,8 +207,16 @@ class Group(dist.ProcessGroup):
         group = self._group_of(device)
         if device is not None:
             check_point_to_point(name, group, device)
-        dense = tensor.contiguous() if is_dense(tensors) else tensor
+        dense = to_dense(tensor) if is_dense(tensors) else tensor
         return getattr(group, name)([dense], *args), dense
+
+
+def _shown(name: str, results: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """The range of a collective, where the calling thread's work is profiled."""
+    if not is_profiler_enabled():
+        return nullcontext()
+    size = sum(tensor.numel() * tensor.itemsize for tensor in results)
+    return record_function(f"pipekernels::{name} of {size} bytes")
 
 
 def is_dense(tensors: Sequence[Tensor]) -> bool:
