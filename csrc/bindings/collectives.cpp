@@ -370,8 +370,8 @@ void bind_collectives(py::module_& m) {
             gather(communicator, address_of("input", input, count, type), places, count, type,
                    root);
           },
-          py::arg("input"), py::arg("outputs"), py::arg("count"), py::arg("dtype"),
-          py::arg("root"), WithoutGil())
+          py::arg("input"), py::arg("outputs"), py::arg("count"), py::arg("dtype"), py::arg("root"),
+          WithoutGil())
       .def(
           "scatter",
           [](Communicator& communicator, const std::vector<uintptr_t>& inputs, uintptr_t output,
@@ -384,17 +384,21 @@ void bind_collectives(py::module_& m) {
             scatter(communicator, places, address_of("output", output, count, type), count, type,
                     root);
           },
-          py::arg("inputs"), py::arg("output"), py::arg("count"), py::arg("dtype"),
-          py::arg("root"), WithoutGil())
+          py::arg("inputs"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("root"),
+          WithoutGil())
       .def(
           "announce",
           [](Communicator& communicator, int call, int dtype, int reduction, int root,
              size_t count) {
             check_in_range("call", call, 0, kCalls - 1);
             check_in_range("root", root, 0, communicator.world_size() - 1);
-            announce(communicator,
-                     {static_cast<Operation>(call), dtype_of_code(dtype),
-                      reduction_of_code(reduction), {}, static_cast<uint32_t>(root), 0, count});
+            announce(communicator, {static_cast<Operation>(call),
+                                    dtype_of_code(dtype),
+                                    reduction_of_code(reduction),
+                                    {},
+                                    static_cast<uint32_t>(root),
+                                    0,
+                                    count});
           },
           py::arg("call"), py::arg("dtype"), py::arg("reduction"), py::arg("root"),
           py::arg("count"), WithoutGil())

@@ -230,8 +230,8 @@ void test_which() {
   for (int code = 0; code < kDTypes; ++code) {
     const auto dtype = static_cast<DType>(code);
     const auto has = [&](Reduction reduction) { return has_reduce_kernels(dtype, reduction); };
-    const bool is_complex = dtype == DType::kComplex32 || dtype == DType::kComplex64 ||
-                            dtype == DType::kComplex128;
+    const bool is_complex =
+        dtype == DType::kComplex32 || dtype == DType::kComplex64 || dtype == DType::kComplex128;
     const bool is_narrow = dtype >= DType::kFloat8E4M3Fn;
     CHECK(has(Reduction::kSum) == !is_narrow);
     CHECK(has(Reduction::kAvg) == (is_floating(dtype) || is_complex));

@@ -413,16 +413,11 @@ constexpr ReduceKernels kComplexTable[kReductions] = {
 // Sums of integers wrap around, which is defined only for unsigned types.
 template <class Element, class Unsigned>
 constexpr ReduceKernels kIntegerTable[kReductions] = {
-    Kernels<Plain<Unsigned>, Sum>::kTable,
-    {},
-    Kernels<Plain<Element>, Max>::kTable,
-    Kernels<Plain<Element>, Min>::kTable,
-    Kernels<Plain<Unsigned>, Sum>::kTable,
-    {},
-    Kernels<Plain<Unsigned>, Product>::kTable,
-    Kernels<Plain<Unsigned>, And>::kTable,
-    Kernels<Plain<Unsigned>, Or>::kTable,
-    Kernels<Plain<Unsigned>, Xor>::kTable,
+    Kernels<Plain<Unsigned>, Sum>::kTable,     {},
+    Kernels<Plain<Element>, Max>::kTable,      Kernels<Plain<Element>, Min>::kTable,
+    Kernels<Plain<Unsigned>, Sum>::kTable,     {},
+    Kernels<Plain<Unsigned>, Product>::kTable, Kernels<Plain<Unsigned>, And>::kTable,
+    Kernels<Plain<Unsigned>, Or>::kTable,      Kernels<Plain<Unsigned>, Xor>::kTable,
     Kernels<Plain<Unsigned>, Sum>::kTable,
 };
 

@@ -9,8 +9,8 @@
 
 namespace pipekernels {
 
-// The first kFloatingDTypes can be cast to one another, the first kReducibleDTypes can be reduced on
-// all devices, and all can be copied. reduce.h says what can be reduced on CPUs.
+// The first kFloatingDTypes can be cast to one another, the first kReducibleDTypes can be reduced
+// on all devices, and all can be copied. reduce.h says what can be reduced on CPUs.
 enum class DType : uint8_t {
   kFloat64,
   kFloat32,
@@ -56,7 +56,8 @@ enum class Reduction : uint8_t {
 };
 constexpr int kReductions = 11;
 constexpr int kDeviceReductions = 6;  // The first ones.
-constexpr int kOperations = 4;  // Those that callers name on all devices, each in one of the orders.
+constexpr int kOperations =
+    4;  // Those that callers name on all devices, each in one of the orders.
 
 enum class Order : uint8_t { kRank, kTree };
 constexpr int kOrders = 2;

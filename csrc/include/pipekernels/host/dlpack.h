@@ -8,7 +8,14 @@
 namespace pipekernels::dlpack {
 
 enum DeviceType : int32_t { kCpu = 1, kCuda = 2 };
-enum TypeCode : uint8_t { kInt = 0, kUnsigned = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBool = 6 };
+enum TypeCode : uint8_t {
+  kInt = 0,
+  kUnsigned = 1,
+  kFloat = 2,
+  kBfloat = 4,
+  kComplex = 5,
+  kBool = 6
+};
 
 struct Tensor {
   void* data;

@@ -39,7 +39,7 @@ inline int dtype_of(const Tensor& tensor) {
 // The same for a dtype that can be reduced on CPUs.
 inline int cpu_dtype_of(const Tensor& tensor) {
   constexpr int kFirst = kReducibleDTypes, kLast = static_cast<int>(DType::kUInt64);
-  constexpr int kinds[] = {kInt,     kInt,     kUnsigned, kBool,    kComplex,
+  constexpr int kinds[] = {kInt,     kInt,     kUnsigned, kBool,     kComplex,
                            kComplex, kComplex, kUnsigned, kUnsigned, kUnsigned};
   static_assert(std::size(kinds) == kLast - kFirst + 1);
   int code = dtype_of(tensor);
