@@ -36,7 +36,7 @@ Raises:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,10 +45,21 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.torch_version import TorchVersion
 
+from pipekernels._torch_private import disable_dynamo
 from pipekernels.comm.process_group import derived
+from pipekernels.comm.process_group.arguments import (
+    check_list,
+    check_parts,
+    check_sizes,
+    listed,
+    native_reduction,
+    options_of,
+    reduction_of,
+    renewed,
+)
 from pipekernels.comm.process_group.group import Group, is_dense
 from pipekernels.comm.process_group.work import ENDED
-from pipekernels.comm.tensors import elements_of, put_back, to_dense, to_dense_in_place
+from pipekernels.comm.tensors import put_back, to_dense, to_dense_in_place
 
 if TYPE_CHECKING:
     from pipekernels._backend import Communicator as Native
@@ -59,29 +70,15 @@ if TorchVersion(torch.__version__) < "2.7":
         "the methods of pipekernels.Communicator instead"
     )
 
-_REDUCTIONS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.PREMUL_SUM: "premul_sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.PRODUCT: "product",
-    dist.ReduceOp.BAND: "and",
-    dist.ReduceOp.BOR: "or",
-    dist.ReduceOp.BXOR: "xor",
-}
-_UNSCALED = {op: name for op, name in _REDUCTIONS.items() if op != dist.ReduceOp.PREMUL_SUM}
-
-
 # Calls on one tensor, made by one of the given native calls, which return whether they made it.
 
 
 def _all_reduce_at_once(native: Native, opts: Any, tensors: Any) -> bool:
-    return len(tensors) == 1 and native.all_reduce_flat(tensors[0], _native_reduction(opts))
+    return len(tensors) == 1 and native.all_reduce_flat(tensors[0], native_reduction(opts))
 
 
 def _reduce_scatter_at_once(native: Native, opts: Any, output: Tensor, input: Tensor) -> bool:
-    return native.reduce_scatter_flat(input, output, _native_reduction(opts))
+    return native.reduce_scatter_flat(input, output, native_reduction(opts))
 
 
 def _all_gather_at_once(native: Native, opts: Any, output: Tensor, input: Tensor) -> bool:
@@ -121,21 +118,18 @@ def _collective(
     """
 
     def make(plan: Callable[..., Plan]) -> Callable[..., dist.Work]:
+        @disable_dynamo
         def method(self: _Group, *given: Any, **fields: Any) -> dist.Work:
             if at_once is not None and len(given) > arguments:
                 calls = self._immediate(given[arguments])
                 if calls is not None and at_once(calls, given[arguments], *given[:arguments]):
                     return ENDED
-            opts = _options(options, *given[arguments:], **fields)
+            opts = options_of(options, *given[arguments:], **fields)
             given = given[:arguments]
             if single:
                 tensors = given[:2]
             else:
-                # Copies, since the caller may use the lists again before the call runs.
-                given = tuple(
-                    [e] if isinstance(e, Tensor) else [_copied(part) for part in e or ()]
-                    for e in given
-                )
+                given = listed(given)
                 tensors = tuple(tensor for each in given[decisive] for tensor in each)
             if not is_dense(tensors):
                 other: Callable[..., dist.Work]
@@ -149,17 +143,13 @@ def _collective(
     return make
 
 
-def _copied(part: Any) -> Any:
-    return list(part) if isinstance(part, (list, tuple)) else part
-
-
 class _Group(Group):
     """The collectives. The methods have torch's names, old and new."""
 
     # ---- reductions ------------------------------------------------------------------------------
 
     def _reduce_all(self, opts: Any, tensors: list[Tensor]) -> Plan:
-        op, factor = _reduction(opts)
+        op, factor = reduction_of(opts)
         native = self._flat_calls if factor is None else None
 
         def run() -> None:
@@ -188,7 +178,7 @@ class _Group(Group):
 
     @_collective(dist.ReduceOptions, name="reduce")
     def reduce(self, opts: Any, tensors: list[Tensor]) -> Plan:
-        (op, factor), root = _reduction(opts), opts.rootRank
+        (op, factor), root = reduction_of(opts), opts.rootRank
 
         def run() -> None:
             for tensor in tensors:
@@ -203,8 +193,8 @@ class _Group(Group):
     @_collective(dist.ReduceScatterOptions, name="reduce_scatter", arguments=2)
     def reduce_scatter(self, opts: Any, outputs: list[Tensor], inputs: list[list[Tensor]]) -> Plan:
         for slices in inputs:
-            self._check_list("reduce_scatter", slices)
-        reduction = _reduction(opts)
+            check_list("reduce_scatter", slices, self.size())
+        reduction = reduction_of(opts)
 
         def run() -> None:
             for output, slices in zip(outputs, inputs, strict=True):
@@ -217,8 +207,8 @@ class _Group(Group):
 
     def _reduce_scatter_each(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Plan:
         for output, input in zip(outputs, inputs, strict=True):
-            self._check_sizes("reduce_scatter", output, input, "input")
-        op, factor = _reduction(opts)
+            check_sizes("reduce_scatter", output, input, "input", self.size())
+        op, factor = reduction_of(opts)
         native = self._flat_calls if factor is None else None
 
         def run() -> None:
@@ -266,38 +256,12 @@ class _Group(Group):
         own = whole.split([part.numel() for part in slices])[self.rank()]
         output.copy_(own.view(output.shape))
 
-    def _check_list(self, call: str, tensors: Sequence[Tensor]) -> None:
-        if len(tensors) != self.size():
-            raise ValueError(
-                f"{call} needs a list of {self.size()} tensors, one for each rank of the group, "
-                f"got {len(tensors)}"
-            )
-
-    def _check_parts(self, call: str, parts: Sequence[Tensor], own: Tensor, root: int) -> None:
-        if self.rank() != root:
-            return
-        self._check_list(call, parts)
-        for part in parts:
-            if part.numel() != own.numel() or part.dtype != own.dtype:
-                raise ValueError(
-                    f"{call} needs tensors of one size and dtype, got {tuple(part.shape)} of "
-                    f"{part.dtype} in the list and {tuple(own.shape)} of {own.dtype} beside it"
-                )
-
-    def _check_sizes(self, call: str, part: Tensor, whole: Tensor, name: str) -> None:
-        if whole.numel() != self.size() * part.numel():
-            raise ValueError(
-                f"{call} over {self.size()} ranks needs an {name} of {self.size()} x "
-                f"{part.numel()} elements, got one of shape {tuple(whole.shape)} beside "
-                f"{tuple(part.shape)}"
-            )
-
     # ---- copies ----------------------------------------------------------------------------------
 
     @_collective(AllgatherOptions, name="all_gather", arguments=2, decisive=slice(1, 2))
     def allgather(self, opts: Any, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Plan:
         for tensors in outputs:
-            self._check_list("all_gather", tensors)
+            check_list("all_gather", tensors, self.size())
 
         def run() -> None:
             for tensors, input in zip(outputs, inputs, strict=True):
@@ -309,7 +273,7 @@ class _Group(Group):
 
     def _all_gather_each(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Plan:
         for output, input in zip(outputs, inputs, strict=True):
-            self._check_sizes("all_gather", input, output, "output")
+            check_sizes("all_gather", input, output, "output", self.size())
 
         native = self._flat_calls
 
@@ -354,57 +318,40 @@ class _Group(Group):
     @_collective(dist.GatherOptions, name="gather", arguments=2, decisive=slice(1, 2))
     def gather(self, opts: Any, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Plan:
         root = opts.rootRank
-        outputs = outputs if self.rank() == root else [[] for _ in inputs]
-        for tensors, input in zip(outputs, inputs, strict=True):
-            self._check_parts("gather", tensors, input, root)
+        if self.rank() == root:
+            for tensors, input in zip(outputs, inputs, strict=True):
+                check_parts("gather", tensors, input, self.size())
+        else:
+            outputs = [[] for _ in inputs]
 
         def run() -> None:
             for tensors, input in zip(outputs, inputs, strict=True):
                 with contextlib.ExitStack() as stack:
                     flat = [stack.enter_context(_flat(output)) for output in tensors]
-                    self._gather(to_dense(input).view(-1), flat, root)
+                    derived.gather(self._comm, self._gloo, to_dense(input).view(-1), flat, root)
 
         return [tensor for tensors in outputs for tensor in tensors], run
 
     @_collective(dist.ScatterOptions, name="scatter", arguments=2)
     def scatter(self, opts: Any, outputs: list[Tensor], inputs: list[list[Tensor]]) -> Plan:
         root = opts.rootRank
-        inputs = inputs if self.rank() == root else [[] for _ in outputs]
-        for output, tensors in zip(outputs, inputs, strict=True):
-            self._check_parts("scatter", tensors, output, root)
+        if self.rank() == root:
+            for output, tensors in zip(outputs, inputs, strict=True):
+                check_parts("scatter", tensors, output, self.size())
+        else:
+            inputs = [[] for _ in outputs]
 
         def run() -> None:
             for output, tensors in zip(outputs, inputs, strict=True):
                 with _flat(output) as flat:
-                    self._scatter(flat, [to_dense(each).view(-1) for each in tensors], root)
+                    parts = [to_dense(each).view(-1) for each in tensors]
+                    derived.scatter(self._comm, self._gloo, flat, parts, root)
 
         return outputs, run
 
-    def _gather(self, input: Tensor, outputs: list[Tensor], root: int) -> None:
-        backend = self._comm._cpu_backend
-        if backend.core is not None:
-            places = [output.data_ptr() for output in outputs]
-            backend.core.gather(input.data_ptr(), places, *elements_of(input), root)
-            return
-        backend.announce("gather", input, root=root)
-        opts = dist.GatherOptions()
-        opts.rootRank = root
-        self._gloo.gather([outputs] if outputs else [], [input], opts).wait()
-
-    def _scatter(self, output: Tensor, inputs: list[Tensor], root: int) -> None:
-        backend = self._comm._cpu_backend
-        if backend.core is not None:
-            places = [input.data_ptr() for input in inputs]
-            backend.core.scatter(places, output.data_ptr(), *elements_of(output), root)
-            return
-        backend.announce("scatter", output, root=root)
-        opts = dist.ScatterOptions()
-        opts.rootRank = root
-        self._gloo.scatter([output], [inputs] if inputs else [], opts).wait()
-
     @_collective(dist.AllToAllOptions, name="all_to_all", arguments=2, decisive=slice(2))
     def alltoall(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Plan:
-        opts = _renewed(dist.AllToAllOptions, opts)
+        opts = renewed(dist.AllToAllOptions, opts)
 
         def run() -> None:
             self._comm._cpu_backend.announce("all_to_all", outputs[0])
@@ -419,7 +366,7 @@ class _Group(Group):
     def alltoall_base(
         self, opts: Any, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any
     ) -> Plan:
-        opts = _renewed(dist.AllToAllOptions, opts)
+        opts = renewed(dist.AllToAllOptions, opts)
         sizes = list(output_sizes), list(input_sizes)
 
         def run() -> None:
@@ -432,33 +379,10 @@ class _Group(Group):
 
     all_to_all_single = alltoall_base
 
+    @disable_dynamo
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
-        opts = _options(dist.BarrierOptions, opts, timeout)
+        opts = options_of(dist.BarrierOptions, opts, timeout)
         return self._run(opts, self._comm.barrier, [], "barrier")
-
-
-def _renewed(kind: Any, opts: Any) -> Any:
-    """Options with the timeout of ``opts``, which the caller may use again."""
-    options = kind()
-    options.timeout = opts.timeout
-    return options
-
-
-def _options(
-    kind: Any, opts: Any = None, timeout: Any = None, *, root: Any = None, op: Any = None
-) -> Any:
-    """The options of a call: ``opts``, or new ones if that is none, or a root or reduction."""
-    if hasattr(opts, "timeout"):
-        return opts
-    options = kind()
-    if isinstance(opts, int):
-        root = opts
-    elif opts is not None:
-        op = opts
-    for name, value in (("rootRank", root), ("reduceOp", op), ("timeout", timeout)):
-        if value is not None:
-            setattr(options, name, value)
-    return options
 
 
 @contextlib.contextmanager
@@ -468,17 +392,6 @@ def _flat(tensor: Tensor) -> Iterator[Tensor]:
     dense = to_dense_in_place(tensor)
     yield dense.view(-1)
     put_back(dense, tensor)
-
-
-def _native_reduction(opts: Any) -> str:
-    """The name of the reduction; empty if its terms have a factor."""
-    return _UNSCALED.get(opts.reduceOp.op, "")
-
-
-def _reduction(opts: Any) -> tuple[str, Any]:
-    """The name of the reduction, and the factor of its terms, None without one."""
-    op, factor = opts.reduceOp.__getstate__()  # One call; comparing with all of them takes longer.
-    return _REDUCTIONS[op], factor
 
 
 dist.Backend.register_backend("pipekernels", _Group, extended_api=True, devices=["cpu"])

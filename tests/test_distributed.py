@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from support.programs import python
 from support.ranks import in_group, leakable_resources
-from support.sweeps.collectives import Call, make_in_group, waited
+from support.sweeps.collectives import Call, differ_in_group, make_in_group, waited
 from torch import nn
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.nn.parallel import DistributedDataParallel
@@ -32,15 +32,31 @@ pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
 
 @pytest.mark.parametrize("hosts", ["", "aab"])
 def test_random_calls_equal_the_oracle(hosts: str, run_group: Callable[..., list[Any]]) -> None:
-    run_group(3, random_calls, hosts, hosts=hosts)
+    run_group(3, random_calls, hosts, range(120), hosts=hosts)
 
 
-def random_calls(rank: int, hosts: str) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_many_random_calls(ranks: int, run_group: Callable[..., list[Any]]) -> None:
+    run_group(ranks, random_calls, "", range(1000, 2000))
+
+
+@pytest.mark.parametrize("cases", [40, pytest.param(1000, marks=pytest.mark.full)])
+def test_random_calls_that_differ(cases: int, run_group: Callable[..., list[Any]]) -> None:
+    run_group(3, random_calls_that_differ, cases)
+
+
+def random_calls_that_differ(rank: int, cases: int) -> None:
+    differ_in_group(7, cases)
+
+
+def random_calls(rank: int, hosts: str, seeds: range) -> None:
     ours = dist.group.WORLD
     assert dist.get_backend() in ("pipekernels", "cpu:pipekernels") and ours.name() == "pipekernels"
-    ours._gloo = None  # No call may be delegated to Gloo.
-    for seed in range(120):
-        call = Call.draw(seed, 3, 3000, group=True)
+    if not hosts:
+        ours._gloo = None  # No call may be delegated to Gloo.
+    for seed in seeds:
+        call = Call.draw(seed, dist.get_world_size(), 3000, group=True)
         for async_op in (False, True):
             make_in_group(call.anywhere() if hosts else call, async_op)
 

@@ -121,6 +121,28 @@ def test_a_forked_child_cannot_use_the_group(rank: int) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
 
 
+@pytest.mark.compile
+@in_group(2)
+def test_a_call_breaks_the_graph(rank: int) -> None:
+    """Of torch.compile, which cannot trace the methods of a group."""
+
+    def calls(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        dist.barrier()
+        dist.broadcast(y, 0)
+        dist.all_reduce(y, async_op=True).wait()
+        received = torch.empty(2)
+        dist.send(y, 0) if rank else dist.recv(received, 1)
+        dist.reduce_scatter(received, [y, y])
+        return received
+
+    x = torch.ones(2) + rank
+    assert torch.compile(calls, backend="eager")(x).equal(calls(x))
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    torch.compile(ddp, backend="eager")(x).sum().backward()
+    assert next(ddp.parameters()).grad.tolist() == [[1.5, 1.5]]
+
+
 @in_group(2)
 def test_ranks_that_disagree_are_named_at_once(rank: int) -> None:
     """What is compared is the call that the user makes, whatever it is made of."""

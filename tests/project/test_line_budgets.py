@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 1_100,
+    "pipekernels": 1_130,
     "pipekernels/balance": 520,
     "pipekernels/binding": 320,
-    "pipekernels/comm": 1_720,
-    "pipekernels/comm/hosts": 570,
+    "pipekernels/comm": 1_750,
+    "pipekernels/comm/hosts": 580,
     "pipekernels/comm/join": 570,
-    "pipekernels/comm/process_group": 580,
+    "pipekernels/comm/process_group": 750,
     "pipekernels/device": 540,
     "pipekernels/huggingface": 1_890,
     "pipekernels/kernels": 680,
@@ -35,11 +35,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 26_890,
+    "tests": 27_060,
     "bench": 5_990,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 22_250, "core": 18_400}
+TOTALS = {"pipekernels": 22_500, "core": 18_620}
 
 
 def lines(files: Iterable[Path]) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 # Name, call, class of the exception, part of its message.
 Case = tuple[str, Callable[[], Any], type[Exception], str]
 
-FLOAT32, INT64, UINT8 = 1, 5, 8
+FLOAT32, INT64, UINT8, FLOAT8 = 1, 5, 8, 16
 HUGE = 1 << 57  # More than any process can address.
 
 
@@ -183,7 +183,32 @@ def collectives(native: Any) -> list[Case]:
     """One rank of two makes the calls. None may communicate, as the other rank takes no part."""
     comm, _ = threads(native, 2)
     address = torch.zeros(1024).data_ptr  # Keeps the tensor.
-    return cases_of_collectives(comm, address, ())
+    data, ranks = address(), "rank 0 needs"
+    reduce, announce = functools.partial(comm.reduce, data, 8), comm.announce
+
+    def gather(*arguments: Any) -> Any:
+        return lambda: comm.gather(data, *arguments)
+
+    def scatter(*arguments: Any) -> Any:
+        return lambda: comm.scatter(*arguments)
+
+    return [
+        *cases_of_collectives(comm, address, ()),
+        ("reduce: root 2", lambda: reduce(FLOAT32, 0, 2), ValueError, "got 2"),
+        ("reduce: reduction", lambda: reduce(FLOAT32, 11, 0), ValueError, "in 0..10, got 11"),
+        ("reduce: float8", lambda: reduce(FLOAT8, 0, 0), ValueError, "has no reduction 'sum'"),
+        ("reduce: or", lambda: reduce(FLOAT32, 8, 0), ValueError, "float32 has no reduction 'or'"),
+        ("gather: root -1", gather([data] * 2, 8, FLOAT32, -1), ValueError, "got -1"),
+        ("gather: 1 output", gather([data], 8, FLOAT32, 0), ValueError, f"{ranks} 2 tensors"),
+        ("gather: outputs", gather([data], 8, FLOAT32, 1), ValueError, f"{ranks} 0 tensors"),
+        ("gather: null", gather([data, 0], 8, FLOAT32, 0), ValueError, "bytes, got 0"),
+        ("gather: None", gather(None, 8, FLOAT32, 0), TypeError, "incompatible"),
+        ("scatter: root 2", scatter([data] * 2, data, 8, FLOAT32, 2), ValueError, "got 2"),
+        ("scatter: 3 inputs", scatter([data] * 3, data, 8, FLOAT32, 0), ValueError, "2 tensors"),
+        ("scatter: null", scatter([data] * 2, 0, 8, FLOAT32, 0), ValueError, "bytes, got 0"),
+        ("announce: call 9", lambda: announce(9, 1, 0, 0, 8), ValueError, "in 0..8, got 9"),
+        ("announce: root 2", lambda: announce(1, 1, 0, 2, 8), ValueError, "in 0..1, got 2"),
+    ]
 
 
 def cuda_collectives(native: Any) -> list[Case]:
@@ -234,8 +259,8 @@ def cases_of_collectives(
         for what, error, message, arguments in bad
     ]
     x = (data, 8, FLOAT32)
-    for code in (-(1 << 31), -1, 6, 256, 2**31 - 1):
-        reduction = f"reduction must be in 0..5, got {code}"
+    for code in (-(1 << 31), -1, 11, 256, 2**31 - 1):
+        reduction = f"reduction must be in 0..10, got {code}"
         algorithm = f"algorithm must be in 0..3, got {code}"
         for name, method, arguments, message in (
             ("all_reduce: reduction", comm.all_reduce, (*x, code, 0), reduction),
@@ -251,7 +276,7 @@ def cases_of_collectives(
     reduce = functools.partial(comm.all_reduce, data, 8)
     return [
         *cases,
-        ("bytes", lambda: reduce(UINT8, 0, 0, *shape), ValueError, "cannot reduce uint8"),
+        ("bytes", lambda: reduce(FLOAT8, 0, 0, *shape), ValueError, "float8_e4m3fn"),
         ("average of int64", lambda: reduce(INT64, 1, 0, *shape), ValueError, "not an integer"),
     ]
 

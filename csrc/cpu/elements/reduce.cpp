@@ -13,6 +13,17 @@ const ReduceKernels* const* reduce_tables_avx512();
 const ReduceKernels* reduce_table_avx512bf16();  // Only of bfloat16.
 #endif
 
+namespace {
+
+void check_average(DType dtype, Reduction reduction) {
+  if (is_integer(dtype) && is_average(reduction)) {
+    throw std::invalid_argument(std::string("an average of ") + name_of(dtype) +
+                                " is not an integer; use op='sum', or convert to a float type");
+  }
+}
+
+}  // namespace
+
 void check_reducible(DType dtype, Reduction reduction) {
   if (!is_reducible(dtype)) {
     throw std::invalid_argument(std::string("cannot reduce ") + name_of(dtype) +
@@ -22,10 +33,7 @@ void check_reducible(DType dtype, Reduction reduction) {
   if (static_cast<int>(reduction) >= kDeviceReductions) {
     throw std::invalid_argument(std::string("a ") + name_of(reduction) + " is for CPU tensors");
   }
-  if (is_integer(dtype) && is_average(reduction)) {
-    throw std::invalid_argument(std::string("an average of ") + name_of(dtype) +
-                                " is not an integer; use op='sum', or convert to a float type");
-  }
+  check_average(dtype, reduction);
 }
 
 bool has_reduce_kernels(DType dtype, Reduction reduction) {
@@ -35,6 +43,7 @@ bool has_reduce_kernels(DType dtype, Reduction reduction) {
 
 const ReduceKernels& reduce_kernels(DType dtype, Reduction reduction, [[maybe_unused]] Isa isa) {
   if (!has_reduce_kernels(dtype, reduction)) {
+    check_average(dtype, reduction);
     throw std::invalid_argument(std::string(name_of(dtype)) + " has no reduction '" +
                                 name_of(reduction) + "'");
   }

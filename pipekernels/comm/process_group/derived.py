@@ -25,10 +25,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipekernels.comm.codes import MOVABLE, REDUCTIONS
 from pipekernels.comm.collectives import Collectives
+from pipekernels.comm.tensors import elements_of
 
 _WIDER = {
     torch.bool: torch.int32,
@@ -91,6 +93,45 @@ def reduce(comm: Collectives, tensor: Tensor, op: str, root: int) -> None:
     else:
         backend.announce("reduce", tensor, op, root)
         all_reduce(comm, result, op)
+
+
+def gather(
+    comm: Collectives, gloo: dist.ProcessGroup, input: Tensor, outputs: list[Tensor], root: int
+) -> None:
+    """Store the ``input`` of each rank in ``outputs`` of rank ``root``; the others have none.
+
+    Over several hosts ``gloo`` does it, so that only the root holds the tensors of all ranks.
+    """
+    backend = comm._cpu_backend
+    if backend.core is not None:
+        addresses = [output.data_ptr() for output in outputs]
+        backend.core.gather(input.data_ptr(), addresses, *elements_of(input), root)
+        return
+    backend.announce("gather", input, root=root)
+    opts = dist.GatherOptions()
+    opts.rootRank = root
+    places = [[_bytes_of(output) for output in outputs]] if outputs else []
+    gloo.gather(places, [_bytes_of(input)], opts).wait()
+
+
+def scatter(
+    comm: Collectives, gloo: dist.ProcessGroup, output: Tensor, inputs: list[Tensor], root: int
+) -> None:
+    """Store a tensor of ``inputs`` of rank ``root`` in ``output`` of each; see :func:`gather`."""
+    backend = comm._cpu_backend
+    if backend.core is not None:
+        addresses = [input.data_ptr() for input in inputs]
+        backend.core.scatter(addresses, output.data_ptr(), *elements_of(output), root)
+        return
+    backend.announce("scatter", output, root=root)
+    opts = dist.ScatterOptions()
+    opts.rootRank = root
+    parts = [[_bytes_of(input) for input in inputs]] if inputs else []
+    gloo.scatter([_bytes_of(output)], parts, opts).wait()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)  # Gloo does not have all dtypes.
 
 
 def _reduced(comm: Collectives, tensor: Tensor, op: str) -> Tensor:

@@ -20,7 +20,12 @@ from torch.autograd.profiler import record_function
 
 from pipekernels import _backend
 from pipekernels._log import info_once
-from pipekernels._torch_private import end_with, is_profiler_enabled, register_backend
+from pipekernels._torch_private import (
+    disable_dynamo,
+    end_with,
+    is_profiler_enabled,
+    register_backend,
+)
 from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.join.deadline import Deadline
@@ -181,15 +186,19 @@ class Group(dist.ProcessGroup):
     # The base class would call Gloo while it holds the GIL. A thread of Gloo that holds the lock of
     # its queue may need the GIL to free a tensor: a deadlock.
 
+    @disable_dynamo
     def allgather_coalesced(self, *args: Any, **options: Any) -> dist.Work:
         return self._other(args).allgather_coalesced(*args, **options)
 
+    @disable_dynamo
     def send(self, tensors: list[Tensor], *args: Any) -> dist.Work:
         return self._point_to_point("send", tensors, args)[0]
 
+    @disable_dynamo
     def recv(self, tensors: list[Tensor], *args: Any) -> dist.Work:
         return self._receive("recv", tensors, args)
 
+    @disable_dynamo
     def recv_anysource(self, tensors: list[Tensor], *args: Any) -> dist.Work:
         return self._receive("recv_anysource", tensors, args)
 

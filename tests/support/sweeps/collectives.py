@@ -97,6 +97,7 @@ class Call:
             shape[0] = world_size * (-(-shape[0] // world_size))
         kinds = generator.choice([("ordinary",), ("symmetric",), KINDS])
         src, order = generator.randrange(world_size), generator.choice(["rank", "tree"])
+        order = "rank" if group else order
         special = generator.random() < 0.2
         return cls(operation, op, dtype, tuple(shape), order, src, kinds, special, group, seed)
 
@@ -122,7 +123,8 @@ class Call:
 
     def _reduced(self, inputs: list[Tensor]) -> Tensor:
         if self.op in FOLDS:
-            wide = torch.float64 if self.dtype.is_floating_point else self.dtype
+            narrow = self.dtype.is_floating_point and self.dtype.itemsize < 4
+            wide = torch.float32 if narrow else self.dtype  # As reductions accumulate.
             terms = [each.to(wide) for each in inputs]
             return functools.reduce(FOLDS[self.op], terms).to(self.dtype)
         if self.op == "avg" and not self.dtype.is_floating_point:  # Towards zero, as NCCL does.
@@ -262,7 +264,7 @@ def ways(call: Call) -> tuple[str, ...]:
 
 def make_in_group(call: Call, async_op: bool) -> None:
     """Make a call by torch.distributed, whose ranks may differ in the memory and, where the result
-    is in place, in the shape of their tensors."""
+    is in place, in the shape of their tensors. Lists are empty again before the call may end."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     own = random.Random(f"{call.seed} {rank} {async_op}")
     op, root, option = REDUCE_OPS[call.op], rank == call.src, {"async_op": async_op}
@@ -275,7 +277,7 @@ def make_in_group(call: Call, async_op: bool) -> None:
     def output(like: Tensor) -> Tensor:
         return place(group._comm, torch.zeros_like(like), own.choice(KINDS), own.randrange(8))
 
-    outputs = [x]
+    outputs, received = [x], list[Tensor]()
     match call.operation:
         case "all_reduce":
             work = dist.all_reduce(x, op, **option)
@@ -304,10 +306,13 @@ def make_in_group(call: Call, async_op: bool) -> None:
                 work = group._allgather_base(outputs[0], x, waited(AllgatherOptions))
         case "all_gather list":
             outputs = [output(x) for _ in range(size)]
-            work = dist.all_gather(outputs, x, **option)
+            work = dist.all_gather(received := [*outputs], x, **option)
         case _:
             outputs = [output(x) for _ in range(size)] if root else [x]
-            work = dist.gather(x, outputs if root else None, call.src, **option)
+            received = [*outputs]
+            work = dist.gather(x, received if root else None, call.src, **option)
+    for given in (slices, received):
+        given.clear()
     if work is not None:
         work.wait()
     try:
@@ -416,6 +421,37 @@ def differ(comm: Communicator, seed: int, cases: range) -> int:
             reported += 1
         assert comm.all_reduce(torch.ones(5)).tolist() == [DIFFERING] * 5
     return reported
+
+
+def draw_different_in_group(generator: random.Random, size: int) -> tuple[Call, Call]:
+    """Two calls of torch.distributed that differ in one thing."""
+    while True:
+        call, other = (
+            Call.draw(generator.randrange(2**40), size, 300, group=True) for _ in range(2)
+        )
+        field = generator.choice(("operation", "op", "dtype", "shape", "src"))
+        other = replace(call, **{field: getattr(other, field)})
+        divides = "scatter" not in other.operation or other.shape[0] % size == 0
+        if divides and _has(other.dtype, other.op) and _identity(call) != _identity(other):
+            return call, other
+
+
+def _identity(call: Call) -> tuple[Any, ...]:
+    """What torch.distributed compares."""
+    name = call.operation.removesuffix(" list")
+    root = call.src if name in ("reduce", "broadcast", "scatter", "gather") else None
+    return name, call.dtype, math.prod(call.shape), call.op if "reduce" in name else None, root
+
+
+def differ_in_group(seed: int, cases: int) -> None:
+    """Make different calls by torch.distributed, each of which must be reported on this rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for case in range(cases):
+        generator = random.Random(f"{seed} {case} {size}")
+        call, other = draw_different_in_group(generator, size)
+        own = other if rank == generator.randrange(size) else call
+        with pytest.raises(ValueError, match="the ranks call different collectives"):
+            make_in_group(own, async_op=case % 2 == 0)
 
 
 def mismatches(seed: int, cases: int) -> dict[str, Any]:
