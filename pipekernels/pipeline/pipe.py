@@ -160,8 +160,6 @@ class Pipe(nn.Module):
             convert_deferred_batch_norm(self.partitions, self.chunks)
         self._engine = Engine(partitions, self.devices, execution)
 
-    # torch.compile supports neither lanes nor their locks.
-    @disable_dynamo
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a mini-batch.
 
@@ -183,8 +181,21 @@ class Pipe(nn.Module):
             ValueError: the input cannot be split: no batch dimension, or batch sizes differ; or
                 the outputs of micro-batches cannot be joined along ``batch_dim``.
             RuntimeError: inside a transform of ``torch.func``, or with tangents (forward-mode
-                differentiation); or an entry of ``partitions`` has been replaced.
+                differentiation); while it is traced (``torch.jit``, ``torch.fx``,
+                ``torch.export``); or an entry of ``partitions`` has been replaced.
         """
+        # Tracing by torch.fx hands over a proxy for all inputs.
+        exported = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+        if exported or torch.jit.is_tracing() or isinstance(inputs, torch.fx.Proxy):
+            raise RuntimeError(
+                "a Pipe runs its layers on threads and cannot be traced or exported; trace the "
+                "model without it, pipe.to_sequential()"
+            )
+        return self._run(inputs, kwargs)
+
+    # torch.compile supports neither lanes nor their locks.
+    @disable_dynamo
+    def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
         batch = self._batch(value)
         if not self.partitions:

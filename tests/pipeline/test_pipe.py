@@ -3,6 +3,8 @@
 import copy
 import gc
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -254,6 +256,31 @@ def test_a_run_is_freed_with_its_output() -> None:
         assert whole() is None and node() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_input_is_kept_by_a_layer_that_works_in_place(mode: Any) -> None:
+    pipe = on_cpus(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), [1, 1], chunks=2)
+    x = torch.randn(6, 4)
+    for _ in range(2):  # The layers are known from the first run on.
+        kept = x.clone()
+        with mode():
+            y = pipe(kept)
+        assert kept.equal(x) and y.equal(pipe[1](x.relu()))
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda pipe, x: torch.jit.trace(pipe, (x,)),
+        lambda pipe, x: torch.export.export(pipe, (x,)),
+        lambda pipe, x: torch.fx.symbolic_trace(pipe),
+    ],
+)
+def test_tracing_is_refused(trace: Callable[..., Any]) -> None:
+    pipe = on_cpus(mlp(), [2, 3], chunks=2).eval().requires_grad_(False)
+    with pytest.raises(RuntimeError, match="cannot be traced or exported.*to_sequential"):
+        trace(pipe, torch.randn(6, 6, dtype=torch.float64))
 
 
 def test_an_input_overwritten_before_its_recomputation(place: torch.device) -> None:

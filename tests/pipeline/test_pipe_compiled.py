@@ -61,8 +61,9 @@ def test_a_compiled_program_has_one_graph_break_per_call(recwarn: pytest.Warning
     # Compiled layers may have other breaks, due to the modes that watch the first pass.
     named = ("Pipe.", "torch/_compile.py")  # Torch 2.6 names the file of torch.compiler.disable.
     breaks = [n for why, n in counters["graph_break"].items() if any(map(why.__contains__, named))]
-    # One in each program, and one in what the program then calls, which has no operations.
-    assert breaks and set(breaks) == {1}
+    # One in each program, and one in what the program then calls, which has no operations: forward,
+    # whose break has the same reason as the program's, or what train_step is.
+    assert breaks and sorted(breaks)[:-1] == [1] * (len(breaks) - 1) and max(breaks) <= 2
     assert around.frame_count == 4  # Before and after the pipe, in both programs.
     old = torch.__version__.startswith("2.6.")  # It compiles nothing that a graph break calls.
     assert inside.frame_count > 0 or old

@@ -24,22 +24,22 @@ BUDGETS = {
     "pipekernels/kernels": 680,
     "pipekernels/local_ops": 1_580,
     "pipekernels/ops": 50,
-    "pipekernels/pipeline": 610,
+    "pipekernels/pipeline": 620,
     "pipekernels/pipeline/engine": 1_930,
     "pipekernels/pipeline/placement": 520,
     "pipekernels/pipeline/schedule": 590,
     "pipekernels/pipeline/spmd": 880,
-    "pipekernels/pipeline/stage": 1_920,
+    "pipekernels/pipeline/stage": 1_930,
     "pipekernels/pipeline/values": 660,
     "pipekernels/tensor_parallel": 2_650,
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 27_060,
+    "tests": 27_100,
     "bench": 5_990,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 22_500, "core": 18_620}
+TOTALS = {"pipekernels": 22_520, "core": 18_640}
 
 
 def lines(files: Iterable[Path]) -> int:

@@ -132,7 +132,7 @@ def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
     """Replace every ``nn.BatchNorm1d/2d/3d`` in ``module``, in place, by a
-    :class:`DeferredBatchNorm`; ``nn.SyncBatchNorm`` is not replaced.
+    :class:`DeferredBatchNorm`; also one for another number of chunks, but no ``nn.SyncBatchNorm``.
 
     Parameters, statistics and state_dict keys stay the same.
 
@@ -151,7 +151,8 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
         norm: _deferred(name, norm, chunks)
         for name, norm in module.named_modules()
         if isinstance(norm, BatchNormBase)
-        and not isinstance(norm, (DeferredBatchNorm, nn.SyncBatchNorm))
+        and not isinstance(norm, nn.SyncBatchNorm)
+        and not (isinstance(norm, DeferredBatchNorm) and norm.chunks == chunks)
     }
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
@@ -161,7 +162,8 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
 
 
 def _deferred(name: str, norm: BatchNormBase, chunks: int) -> DeferredBatchNorm:
-    is_plain = type(norm).forward is BatchNormBase.forward and not hasattr(norm, "parametrizations")
+    forwards = BatchNormBase.forward, DeferredBatchNorm.forward
+    is_plain = type(norm).forward in forwards and not hasattr(norm, "parametrizations")
     if not is_plain or isinstance(norm, LazyModuleMixin):
         raise TypeError(
             f"{name or 'the module'} is a {type(norm).__name__}, which does more than BatchNorm "
@@ -171,5 +173,6 @@ def _deferred(name: str, norm: BatchNormBase, chunks: int) -> DeferredBatchNorm:
     deferred = DeferredBatchNorm(
         norm.num_features, affine=False, track_running_stats=False, chunks=chunks
     )
-    vars(deferred).update(vars(norm))
+    vars(deferred).update(vars(norm), chunks=chunks)
+    deferred.discard()
     return deferred

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -198,13 +198,12 @@ class Task:
     ) -> tuple[Activation, Tape | None]:
         """Run the stages; returns the detached outputs, and the tape if ``grad``: a backward may
         follow. ``drop``: checkpoint, that is keep the inputs instead of the graph."""
-        if not grad:
-            with torch.no_grad():
-                outputs = self._call(inputs, inputs.tensors, randomness)
-            return outputs, None
         # Micro-batches are views of the caller's tensors, which layers must not modify in place:
         # autograd would not know, and the views share one version counter.
         is_first = self.stages[0][0] == 0
+        if not grad:
+            with torch.no_grad(), self._preserved(inputs.tensors, is_first) as args:
+                return self._call(inputs, args, randomness), None
         with checkpoint.checkpointing() if drop else nullcontext():
             outputs, tape = self._record(inputs, randomness, preserve=drop or is_first)
         outputs.tensors = tuple([tensor.detach() for tensor in outputs.tensors])
@@ -272,24 +271,33 @@ class Task:
         """Run with a graph that begins at detached inputs; ``preserve`` their values."""
         leaves: list[Leaf | None] = []
         args = []
-        copies = preserve and self._overwrites_input is not False
-        with torch.enable_grad():
-            for tensor, wants in zip(inputs.tensors, inputs.wants_grad, strict=True):
-                arg = copy_of(tensor) if copies else tensor
+        with torch.enable_grad(), self._preserved(inputs.tensors, preserve) as tensors:
+            for arg, wants in zip(tensors, inputs.wants_grad, strict=True):
                 leaf = Leaf(arg, self._note_foreign_backward) if wants else None
                 leaves.append(leaf)
                 if leaf is not None:
                     arg = StageInput.apply(leaf.tensor) if self._needs_entry else leaf.tensor
                 args.append(arg)
-            versions = [arg._version for arg in args] if copies else []
             outputs = self._call(inputs, args, randomness)
-        if copies:
-            self._overwrites_input = versions != [arg._version for arg in args]
         roots = [_root(tensor) for tensor in outputs.tensors]
         outputs.wants_grad = tuple([root is not None for root in roots])
         n = len(outputs.tensors) - len(outputs.skips)
         tape = Tape(leaves, roots, received=inputs.skips, sent=outputs.skips, outputs=n)
         return outputs, tape
+
+    @contextmanager
+    def _preserved(
+        self, tensors: Sequence[torch.Tensor], preserve: bool
+    ) -> Iterator[Sequence[torch.Tensor]]:
+        """``tensors``, or copies if they are to be preserved and the layers may overwrite them."""
+        if not preserve or self._overwrites_input is False:
+            yield tensors
+            return
+        with torch.inference_mode(False):  # Whose tensors have no versions.
+            copies = [copy_of(tensor) for tensor in tensors]
+        before = [copy._version for copy in copies]
+        yield copies
+        self._overwrites_input = before != [copy._version for copy in copies]
 
     def _call(
         self, inputs: Activation, tensors: Sequence[torch.Tensor], randomness: Randomness

@@ -100,6 +100,18 @@ class NormAndRelu(nn.BatchNorm1d):
         return super().forward(input).relu()
 
 
+def test_conversion_for_another_number_of_chunks() -> None:
+    first = convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm1d(3)), 2)[0]
+    first(torch.randn(4, 3))
+    assert convert_deferred_batch_norm(first, 2) is first
+    second = convert_deferred_batch_norm(first, 3)
+    assert second is not first and second.chunks == 3 and second.weight is first.weight
+    for _ in range(3):
+        assert second.num_batches_tracked == 0
+        second(torch.randn(4, 3))
+    assert second.num_batches_tracked == 1
+
+
 @pytest.mark.parametrize("which", ["subclass", "lazy", "parametrized"])
 def test_conversion_refuses_layers_that_would_lose_behaviour(which: str) -> None:
     norm: nn.Module = NormAndRelu(2)
