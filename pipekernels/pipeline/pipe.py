@@ -87,9 +87,10 @@ class Pipe(nn.Module):
             each kind of mini-batch; the first of a kind runs inline, and is watched for random
             numbers that threads cannot seed separately. ``'inline'``: on the calling thread.
             ``'threads'``: a thread per lane of the schedule, unwatched: results do not depend on
-            timing if torch's Python functions draw all random numbers. ``'split'``: threads, and if
-            graphs allow it the backward of ``pipe(x)`` computes gradients of inputs first. Stages
-            that share layers or have collectives run inline.
+            timing if torch's Python functions draw all random numbers from the default generator,
+            and no layer sets its state (``torch.manual_seed``, ``fork_rng``). ``'split'``: threads,
+            and if graphs allow it the backward of ``pipe(x)`` computes gradients of inputs first.
+            Stages that share layers or have collectives run inline.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential`` or has a forward, parameters or hooks

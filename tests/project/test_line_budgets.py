@@ -29,17 +29,17 @@ BUDGETS = {
     "pipekernels/pipeline/placement": 520,
     "pipekernels/pipeline/schedule": 590,
     "pipekernels/pipeline/spmd": 880,
-    "pipekernels/pipeline/stage": 1_930,
+    "pipekernels/pipeline/stage": 1_960,
     "pipekernels/pipeline/values": 660,
     "pipekernels/tensor_parallel": 2_650,
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 27_100,
+    "tests": 27_120,
     "bench": 5_990,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 22_520, "core": 18_640}
+TOTALS = {"pipekernels": 22_550, "core": 18_670}
 
 
 def lines(files: Iterable[Path]) -> int:

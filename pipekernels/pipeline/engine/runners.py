@@ -23,11 +23,11 @@ from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.schedule.program import Action, Program, Schedule, order_of_issue
 from pipekernels.pipeline.stage.context import CallerContext, needs_this_thread
 from pipekernels.pipeline.stage.random_state import (
-    BackwardWatch,
     DrawWatch,
     HookWatch,
     LaneRandom,
     MiniBatchSeeds,
+    setters_noted,
 )
 
 _log = logging.getLogger(__name__)
@@ -132,16 +132,19 @@ class Audited(Runner):
     @contextmanager
     def seeded(self, micro_batch: int, stage: int) -> Iterator[None]:
         watch = self._seeds.audited(micro_batch, stage)
-        with self._watched(watch):
+        with self._watched(watch), setters_noted(watch.note_set):
             yield
-        if not watch.saw_everything():
-            self._observed.note_hidden_randomness()
+        watch.check()
+        self._observed.hidden_randomness |= watch.hidden
+        self._observed.sets |= watch.sets
 
-    def in_backward(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
         # A layer that recomputes its forward restores the state of the process-wide generator,
         # which other lanes also use.
         observed = self._observed
-        return BackwardWatch(observed.note_hidden_randomness, observed.note_restores)
+        with DrawWatch(observed.note_hidden_randomness), setters_noted(observed.note_set):
+            yield
 
 
 class Lanes(Runner):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,20 +41,21 @@ class ObservedLayers:
         changing_buffers: ids of buffers that layers change in their forwards.
         draws: whether layers draw random numbers that lanes can seed separately.
         hidden_randomness: whether they draw some that lanes cannot seed separately.
-        restores: whether layers restore an earlier state of the process-wide generator, as layers
-            do that recompute themselves. That changes the random numbers of other threads.
+        sets: whether layers set the state of the process-wide generator, as layers do that seed or
+            recompute themselves. That changes the random numbers of other threads.
     """
 
     changing_buffers: set[int] = field(default_factory=set)
     draws: bool = False
     hidden_randomness: bool = False
-    restores: bool = False
+    sets: bool = False
 
     def note_hidden_randomness(self) -> None:
         self.hidden_randomness = True
 
-    def note_restores(self) -> None:
-        self.restores = True
+    def note_set(self, setter: Callable[..., Any], *args: Any) -> Any:
+        self.sets = True
+        return setter(*args)
 
     def refuse_hidden_randomness(self) -> None:
         """Note random numbers drawn by a backward on a lane, and raise a RuntimeError. From the
@@ -67,7 +69,7 @@ class ObservedLayers:
 
     def needs_one_thread(self) -> bool:
         """Whether random numbers would depend on timing if stages ran on several threads."""
-        return self.hidden_randomness or (self.draws and self.restores)
+        return self.hidden_randomness or (self.draws and self.sets)
 
 
 class Stages:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,100 +87,129 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-class _Watch(TorchFunctionMode, ABC):
-    """Has each function that the calling thread calls noted before it runs."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self.note(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    @abstractmethod
-    def note(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Note a call before it runs."""
-
-
-class HookWatch(_Watch):
+class HookWatch(TorchFunctionMode):
     """Notes in ``saw_tensor_hooks`` whether the calling thread puts hooks on tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.saw_tensor_hooks = False
 
-    def note(self, func: Any, args: Any, kwargs: Any) -> None:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.saw_tensor_hooks |= func in _TENSOR_HOOKS
+        return func(*args, **(kwargs or {}))
 
 
-class DrawWatch(_Watch):
+class DrawWatch(TorchFunctionMode):
     """Calls ``found`` for every random function that draws on the calling thread."""
 
     def __init__(self, found: Callable[[], None]) -> None:
         super().__init__()
         self._found = found
 
-    def note(self, func: Any, args: Any, kwargs: Any) -> None:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if draws(func, args, kwargs):
             self._found()
-
-
-class BackwardWatch(DrawWatch):
-    """Also calls ``moved`` if the default generator's state has changed since the watch was made,
-    as by a layer that recomputes itself."""
-
-    def __init__(self, found: Callable[[], None], moved: Callable[[], None]) -> None:
-        super().__init__(found)
-        self._moved = moved
-        self._state = torch.default_generator.get_state()
-
-    def note(self, func: Any, args: Any, kwargs: Any) -> None:
-        if not torch.equal(self._state, torch.default_generator.get_state()):
-            self._moved()
-        super().note(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 class LaneRandom(HookWatch):
     """Seeds the random functions of one task, on the calling thread, by ``seed``. Notes in ``drew``
-    whether there were any. With ``audit``, :meth:`saw_everything` tells whether numbers also came
-    from a generator that lanes cannot seed: a layer's own, or the default one where the mode does
-    not see it (in C++ or compiled code). Then the task must not run on a lane."""
+    whether there were any."""
 
-    def __init__(self, seed: int, *, audit: bool = False) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
         self.drew = False
         self._seed = seed
         self._state: torch.Tensor | None = None
-        self._audit = audit
-        self._hidden = False
-        if audit:
-            self._state = torch.default_generator.manual_seed(seed).get_state()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.note(func, args, kwargs)
         if not draws(func, args, kwargs):
-            return func(*args, **kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         self.drew = True
         generator = torch.default_generator
         with _generator_lock:
-            if self._audit:
-                self._hidden |= kwargs.get("generator") is not None
-                self._check()
-            elif self._state is None:
-                generator.manual_seed(self._seed)
-            else:
-                generator.set_state(self._state)
+            self._begin(kwargs)
             result = func(*args, **kwargs)
             self._state = generator.get_state()
         return result
 
-    def _check(self) -> None:
-        assert self._state is not None
-        self._hidden |= not torch.equal(self._state, torch.default_generator.get_state())
+    def _begin(self, kwargs: Mapping[str, Any]) -> None:
+        """Prepare the generator for a random function."""
+        if self._state is None:
+            torch.default_generator.manual_seed(self._seed)
+        else:
+            torch.default_generator.set_state(self._state)
 
-    def saw_everything(self) -> bool:
-        """Whether lanes can seed all random numbers. Needs ``audit``."""
-        self._check()
-        return not self._hidden
+
+class AuditedRandom(LaneRandom):
+    """Seeds the default generator once, on one thread, and notes what :class:`LaneRandom` would do
+    otherwise: in ``hidden`` whether numbers also came from a generator that lanes cannot seed, a
+    layer's own, or the default one where the mode does not see it (in C++ or compiled code); in
+    ``sets`` whether layers set the state of the default one, as by ``torch.random.fork_rng``."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.hidden = self.sets = False
+        self._state = torch.default_generator.manual_seed(seed).get_state()
+
+    def _begin(self, kwargs: Mapping[str, Any]) -> None:
+        self.hidden |= kwargs.get("generator") is not None
+        self.check()
+
+    def note_set(self, setter: Callable[..., Any], *args: Any) -> Any:
+        """Call ``setter``, for :func:`setters_noted`, after a check of what it undoes."""
+        self.check()
+        self.sets = True
+        result = setter(*args)
+        self._state = torch.default_generator.get_state()
+        return result
+
+    def check(self) -> None:
+        """Note draws that the mode did not see; also after the task."""
+        assert self._state is not None
+        self.hidden |= not torch.equal(self._state, torch.default_generator.get_state())
+
+
+class _Watched(threading.local):
+    """Whom a thread tells of each setter that it calls; it calls that."""
+
+    note: Callable[..., Any] | None = None
+
+
+class _NotingGenerator:
+    """Stands for the default generator in the functions of ``torch.random``."""
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(torch.default_generator, name)
+        if _watched.note is None or name not in ("set_state", "manual_seed", "seed"):
+            return method
+        return partial(_watched.note, method)
+
+
+_watched = _Watched()
+_watching = 0  # Threads.
+
+
+@contextmanager
+def setters_noted(note: Callable[..., Any]) -> Iterator[None]:
+    """Have functions of ``torch.random`` that set the default generator's state call ``note(setter,
+    *args)`` instead of the setter, on this thread in the body."""
+    global _watching
+    before = _watched.note
+    with _generator_lock:
+        _watching += 1
+        torch.random.default_generator = _NotingGenerator()  # type: ignore[assignment]
+    _watched.note = note
+    try:
+        yield
+    finally:
+        _watched.note = before
+        with _generator_lock:
+            _watching -= 1
+            if not _watching:
+                torch.random.default_generator = torch.default_generator
 
 
 class MiniBatchSeeds:
@@ -205,6 +234,6 @@ class MiniBatchSeeds:
         """For a task that runs at the same time as others."""
         return LaneRandom(task_seed(self._base, stage, micro_batch))
 
-    def audited(self, micro_batch: int, stage: int) -> LaneRandom:
+    def audited(self, micro_batch: int, stage: int) -> AuditedRandom:
         """As :meth:`inline`, and checks whether :meth:`on_lane` would give the same numbers."""
-        return LaneRandom(task_seed(self._base, stage, micro_batch), audit=True)
+        return AuditedRandom(task_seed(self._base, stage, micro_batch))

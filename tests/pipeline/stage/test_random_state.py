@@ -4,6 +4,8 @@ import copy
 import os
 import signal
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +157,30 @@ def test_a_generator_of_stages_keeps_them_on_one_thread() -> None:
     pipe = on_cpus(nn.Sequential(FunctionLayer(noise), FunctionLayer(noise)), [1, 1], chunks=2)
     pipe(torch.ones(4, 4))
     assert needs_one_thread(pipe)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: nn.init.kaiming_uniform_(torch.empty(4, 4)),
+        lambda: torch.distributions.Gamma(torch.ones(4, 4), 1.0).sample(),
+        lambda: torch.rand(4, 4),
+    ],
+)
+def test_layers_that_fork_the_generator_stay_on_one_thread(draw: Callable[[], Any]) -> None:
+    """Its state is the process's; they restore it, and lanes may not see what they draw."""
+
+    def projected(x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return x @ draw()
+
+    module = nn.Sequential(nn.Linear(4, 4), FunctionLayer(projected), FunctionLayer(projected))
+    x = torch.randn(8, 4)
+    expected, pipe = module(x), on_cpus(copy.deepcopy(module), [2, 1], chunks=4)
+    for _ in range(12):
+        torch.testing.assert_close(pipe(x), expected)
+    assert needs_one_thread(pipe) and torch.random.default_generator is torch.default_generator
 
 
 def test_visible_randomness_may_use_lanes() -> None:
