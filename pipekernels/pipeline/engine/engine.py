@@ -15,14 +15,13 @@ from torch import nn
 from pipekernels._log import info_once
 from pipekernels._torch_private import in_backward, is_profiler_enabled
 from pipekernels.pipeline.engine.auto import Signature
-from pipekernels.pipeline.engine.forward import forward
+from pipekernels.pipeline.engine.inputs import Inputs, wants_grad
 from pipekernels.pipeline.engine.losses import Losses
-from pipekernels.pipeline.engine.mini_batch import Inputs, MiniBatch, wants_grad
-from pipekernels.pipeline.engine.node import PipeNode
+from pipekernels.pipeline.engine.node import GivenGradients, PipeNode
 from pipekernels.pipeline.engine.outputs import Outputs
 from pipekernels.pipeline.engine.runners import Runners
 from pipekernels.pipeline.engine.stages import Stages
-from pipekernels.pipeline.engine.train_step import GivenGradients, train
+from pipekernels.pipeline.engine.step import Step
 from pipekernels.pipeline.schedule.program import GPIPE, Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.batchnorm import committed
@@ -83,37 +82,38 @@ class Engine:
         # thread must not wait for the step.
         turn = nullcontext() if in_backward() else self._turns
         with self._as_running(), turn, self._lock:
-            mini_batch = self._start(GPIPE, batch, checkpoint, trains=False)
-            outputs = Outputs(mini_batch.inputs.sizes, batch.dim)
+            step = self._start(GPIPE, batch, checkpoint, trains=False)
+            outputs = Outputs(step.inputs.sizes, batch.dim)
             with self._committed():
-                if mini_batch.grad:
+                if step.grad:
                     inputs = (*batch.tensors, *unique(self._parameters))
-                    tensors = PipeNode.apply(
-                        mini_batch, outputs, self._lock, self._recycle, *inputs
-                    )
+                    tensors = PipeNode.apply(step, outputs, self._lock, self._recycle, *inputs)
                 else:
-                    tensors = forward(mini_batch, outputs, batch.tensors)
+                    tensors = step.forward(outputs, batch.tensors)
         return outputs.build(tensors)
 
     def train(
         self,
         batch: Batch,
-        make_losses: Callable[[MiniBatch], Losses],
+        make_losses: Callable[[Step], Losses],
         checkpoint: str,
         schedule: Schedule,
     ) -> Any:
         """Run a mini-batch forward and backward, and accumulate its gradients; returns
         ``Losses.total()``."""
         with self._as_running(), self._turns, self._lock, torch.enable_grad():
-            mini_batch = self._start(schedule, batch, checkpoint, trains=True)
-            losses = make_losses(mini_batch)
-            waiting = self._unlocked if self.stages.with_streams else None
+            step = self._start(schedule, batch, checkpoint, trains=True)
+            losses = make_losses(step)
+            waiting = self._unlocked if self.stages.with_streams else nullcontext()
+            parameters = unique(self._parameters)
             with self._committed():
-                grads = train(mini_batch, losses, waiting)
+                inputs, own = step.train(losses, waiting)
                 losses.check()
-            self._recycle(mini_batch)
+            self._recycle(step)
             # Keep no other reference to a gradient: autograd would then copy it.
-            targets = [*batch.tensors, *unique(self._parameters)]
+            grads = [*inputs, *losses.gradients.added_to(own, parameters)]
+            targets = [*batch.tensors, *parameters]
+            del inputs, own
             wanted = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
             # Accumulated by autograd, so that the parameters' hooks run.
             root = GivenGradients.apply(grads, *wanted) if wanted else None
@@ -156,14 +156,12 @@ class Engine:
         deferred = self.stages.traits.has_deferred_batch_norm
         return committed(self.stages.modules) if deferred else nullcontext()
 
-    def _recycle(self, mini_batch: MiniBatch) -> None:
+    def _recycle(self, step: Step) -> None:
         """Keep the aliases of a mini-batch that has ended, for reuse."""
-        if self.stages.with_streams and mini_batch.parameters:
-            self._spare.append(mini_batch.parameters)
+        if self.stages.with_streams and step.parameters:
+            self._spare.append(step.parameters)
 
-    def _start(
-        self, schedule: Schedule, batch: Batch, checkpoint: str, *, trains: bool
-    ) -> MiniBatch:
+    def _start(self, schedule: Schedule, batch: Batch, checkpoint: str, *, trains: bool) -> Step:
         """Make the next mini-batch."""
         stages = self.stages
         known: Sequence[StageParameters | None] = self._parameters
@@ -197,7 +195,7 @@ class Engine:
         if stages.with_streams and not grad:
             self._spare.append(parameters)
         fuses = self._timeline is None and not is_profiler_enabled()
-        return MiniBatch(
+        return Step(
             runner=self._runners.make(signature, fuses=fuses),
             stages=stages,
             inputs=inputs,

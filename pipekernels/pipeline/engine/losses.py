@@ -12,8 +12,8 @@ from torch.autograd.graph import Node
 
 from pipekernels._torch_private import run_backward
 from pipekernels.local_ops.p2p_copy import p2p_copy
-from pipekernels.pipeline.engine.mini_batch import MiniBatch
 from pipekernels.pipeline.engine.outputs import Outputs
+from pipekernels.pipeline.engine.step import Step
 from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT, StageInput
 from pipekernels.pipeline.stage.parameters import StageParameters, add_gradients
 from pipekernels.pipeline.stage.task import Activation, Grads
@@ -126,10 +126,8 @@ class Losses:
     """Computes the loss of each micro-batch. If ``loss`` is a ``mean`` over its rows, rather than a
     sum, it is weighted by the micro-batch's share of the batch."""
 
-    def __init__(
-        self, loss: LossFunction, targets: Targets, mean: bool, mini_batch: MiniBatch
-    ) -> None:
-        inputs, stages = mini_batch.inputs, mini_batch.stages
+    def __init__(self, loss: LossFunction, targets: Targets, mean: bool, step: Step) -> None:
+        inputs, stages = step.inputs, step.stages
         self._loss = loss
         self._targets = targets
         self._weights = shares(inputs.sizes) if mean else [1.0] * len(inputs)
@@ -140,8 +138,8 @@ class Losses:
         self._values = [torch.empty(0)] * len(inputs)
         self._required_grad = False
         # Seeded as if the loss were one more stage.
-        self._seeded = partial(mini_batch.runner.seeded, stage=len(stages.modules))
-        self.gradients = LossGradients(mini_batch.parameters, stages.modules)
+        self._seeded = partial(step.runner.seeded, stage=len(stages.modules))
+        self.gradients = LossGradients(step.parameters, stages.modules)
 
     def collect(self, m: int, outputs: Activation) -> None:
         """Compute the loss of micro-batch ``m``; a ValueError if it is not a real scalar, a

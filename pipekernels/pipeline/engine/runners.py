@@ -7,8 +7,6 @@ threads with the same random numbers.
 from __future__ import annotations
 
 import logging
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -41,9 +39,9 @@ Compute = Callable[[Action, Any], Any]
 there is no such stage; returns its own result."""
 
 
-class Runner(ABC):
-    """Runs the actions of one mini-batch, and seeds each (stage, micro-batch). The constructor
-    draws a number from the default CPU generator.
+class Runner:
+    """Runs the actions of one mini-batch one after another on the calling thread, and seeds each
+    (stage, micro-batch). The constructor draws a number from the default CPU generator.
 
     Args:
         split: whether backwards run in two parts.
@@ -82,29 +80,29 @@ class Runner(ABC):
 
     def run(self, program: Program, compute: Compute) -> None:
         """Run all actions of ``program``: that of the mini-batch, or its forwards or backwards."""
-        begin = time.perf_counter()
-        self._run(program, compute)
-        self._seconds += time.perf_counter() - begin
-        ended = program is not self.program.forwards or not self._grad
-        if ended and self._record is not None:
-            self._record(self._seconds)
-
-    @abstractmethod
-    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
-        """A context for a forward or its recomputation, made and entered on its thread: both get
-        the same numbers from torch's default generators."""
-
-    def in_backward(self) -> AbstractContextManager[Any]:
-        """The context in which autograd runs a graph's backward."""
-        return nullcontext()
-
-    def _run(self, program: Program, compute: Compute) -> None:
-        """Run the actions one after another on the calling thread."""
         order = program.order
         if self._stages.with_streams:
             order = order_of_issue(program, self._stages.done_when_issued)
         with lanes.intra_op_threads(self._threads):
             _Exchange(program, compute).run(order)
+
+    def note(self, program: Program, seconds: float) -> None:
+        """Note how long :meth:`run` took."""
+        self._seconds += seconds
+        ended = program is not self.program.forwards or not self._grad
+        if ended and self._record is not None:
+            self._record(self._seconds)
+
+    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
+        """A context for a forward or its recomputation, made and entered on its thread: both get
+        the same numbers from torch's default generators."""
+        seeded = self._seeds.inline(micro_batch, stage)
+        # A function mode takes time: have one only where hooks must be seen.
+        return self._watched(HookWatch()) if self.program.splits else seeded
+
+    def in_backward(self) -> AbstractContextManager[Any]:
+        """The context in which autograd runs a graph's backward."""
+        return nullcontext()
 
     @contextmanager
     def _watched(self, watch: HookWatch) -> Iterator[None]:
@@ -116,17 +114,8 @@ class Runner(ABC):
             self._observed.draws = True
 
 
-class Inline(Runner):
-    """Runs the actions one after another on the calling thread."""
-
-    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
-        seeded = self._seeds.inline(micro_batch, stage)
-        # A function mode takes time: have one only where hooks must be seen.
-        return self._watched(HookWatch()) if self.program.splits else seeded
-
-
 class Audited(Runner):
-    """Runs the actions as :class:`Inline`, and checks whether lanes could seed all random
+    """Runs the actions as :class:`Runner`, and checks whether lanes could seed all random
     numbers."""
 
     @contextmanager
@@ -158,9 +147,9 @@ class Lanes(Runner):
     def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
         return self._watched(self._seeds.on_lane(micro_batch, stage))
 
-    def _run(self, program: Program, compute: Compute) -> None:
+    def run(self, program: Program, compute: Compute) -> None:
         if needs_this_thread():  # The caller may have entered a mode for the backward alone.
-            super()._run(program, compute)
+            super().run(program, compute)
             return
         exchange, context = _Exchange(program, compute), CallerContext()
 
@@ -240,7 +229,7 @@ class Runners:
         if execution in ("threads", "split"):
             split = execution == "split"
             return Lanes(self._stages, signature, split=split, record=record)
-        inline = Audited if execution == FIRST else Inline
+        inline = Audited if execution == FIRST else Runner
         return inline(self._stages, signature, fuses=fuses, record=record)
 
     def _why_inline(self, signature: Signature) -> str | None:

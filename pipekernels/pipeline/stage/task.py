@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,10 +202,9 @@ class Task:
         # autograd would not know, and the views share one version counter.
         is_first = self.stages[0][0] == 0
         if not grad:
-            with torch.no_grad(), self._preserved(inputs.tensors, is_first) as args:
-                return self._call(inputs, args, randomness), None
+            return self._run(inputs, randomness, grad=False, preserve=is_first)[0], None
         with checkpoint.checkpointing() if drop else nullcontext():
-            outputs, tape = self._record(inputs, randomness, preserve=drop or is_first)
+            outputs, tape = self._run(inputs, randomness, grad=True, preserve=drop or is_first)
         outputs.tensors = tuple([tensor.detach() for tensor in outputs.tensors])
         if drop:
             # The graph is made all the same: it says which outputs want gradients, and torch has
@@ -221,7 +220,7 @@ class Task:
         assert tape.inputs is not None
         stages = [stage for _, stage in self.stages]
         with checkpoint.recomputing(), buffers_of_forward(stages, tape.buffers):
-            recomputed = self._record(tape.inputs, randomness, preserve=True)[1]
+            recomputed = self._run(tape.inputs, randomness, grad=True, preserve=True)[1]
         again = _names(recomputed.roots)
         if again != tape.nodes:
             raise RuntimeError(
@@ -265,68 +264,63 @@ class Task:
     def _note_foreign_backward(self) -> None:
         self.saw_foreign_backward = True
 
-    def _record(
-        self, inputs: Activation, randomness: Randomness, *, preserve: bool
+    def _run(
+        self, inputs: Activation, randomness: Randomness, *, grad: bool, preserve: bool
     ) -> tuple[Activation, Tape]:
-        """Run with a graph that begins at detached inputs; ``preserve`` their values."""
+        """Run the layers, with ``grad`` in a graph that begins at detached inputs; ``preserve``
+        their values."""
+        tensors: Sequence[torch.Tensor] = inputs.tensors
+        before = None
+        if preserve and self._overwrites_input is not False:
+            with torch.inference_mode(False):  # Whose tensors have no versions.
+                tensors = [copy_of(tensor) for tensor in tensors]
+            before = versions(tensors)
         leaves: list[Leaf | None] = []
-        args = []
-        with torch.enable_grad(), self._preserved(inputs.tensors, preserve) as tensors:
-            for arg, wants in zip(tensors, inputs.wants_grad, strict=True):
-                leaf = Leaf(arg, self._note_foreign_backward) if wants else None
-                leaves.append(leaf)
-                if leaf is not None:
-                    arg = StageInput.apply(leaf.tensor) if self._needs_entry else leaf.tensor
-                args.append(arg)
-            outputs = self._call(inputs, args, randomness)
-        roots = [_root(tensor) for tensor in outputs.tensors]
-        outputs.wants_grad = tuple([root is not None for root in roots])
-        n = len(outputs.tensors) - len(outputs.skips)
-        tape = Tape(leaves, roots, received=inputs.skips, sent=outputs.skips, outputs=n)
-        return outputs, tape
-
-    @contextmanager
-    def _preserved(
-        self, tensors: Sequence[torch.Tensor], preserve: bool
-    ) -> Iterator[Sequence[torch.Tensor]]:
-        """``tensors``, or copies if they are to be preserved and the layers may overwrite them."""
-        if not preserve or self._overwrites_input is False:
-            yield tensors
-            return
-        with torch.inference_mode(False):  # Whose tensors have no versions.
-            copies = [copy_of(tensor) for tensor in tensors]
-        before = [copy._version for copy in copies]
-        yield copies
-        self._overwrites_input = before != [copy._version for copy in copies]
+        args = tensors
+        with torch.enable_grad() if grad else torch.no_grad():
+            if grad:
+                args = []
+                for tensor, wants in zip(tensors, inputs.wants_grad, strict=True):
+                    leaf = Leaf(tensor, self._note_foreign_backward) if wants else None
+                    leaves.append(leaf)
+                    if leaf is None:
+                        args.append(tensor)
+                    elif self._needs_entry:
+                        args.append(StageInput.apply(leaf.tensor))
+                    else:
+                        args.append(leaf.tensor)
+            outputs, structure, sent = self._call(inputs, args, randomness)
+        if before is not None:
+            self._overwrites_input = versions(tensors) != before
+        roots = [_root(tensor) for tensor in outputs] if grad else []
+        wants_grad = tuple([root is not None for root in roots]) or (False,) * len(outputs)
+        tape = Tape(
+            leaves, roots, received=inputs.skips, sent=sent, outputs=len(outputs) - len(sent)
+        )
+        return Activation(outputs, wants_grad, structure, sent), tape
 
     def _call(
         self, inputs: Activation, tensors: Sequence[torch.Tensor], randomness: Randomness
-    ) -> Activation:
-        """Run on ``tensors`` instead of ``inputs.tensors``. The caller sets the outputs'
-        ``wants_grad``."""
-        if not self._has_skips:
-            tensors, structure = self._run_layers(inputs.structure.build(tensors), randomness)
-            return Activation(tensors, (False,) * len(tensors), structure)
+    ) -> tuple[tuple[torch.Tensor, ...], Structure, tuple[Key, ...]]:
+        """Run the layers on ``tensors`` instead of ``inputs.tensors``; returns those of the result
+        and of the skips, the result's structure, and the skips' keys."""
         n = len(tensors) - len(inputs.skips)
+        value = inputs.structure.build(tensors[:n])
         given = dict(zip(inputs.skips, tensors[n:], strict=True))
-        with carried(dict.fromkeys(self.received_skips) | given) as skips:
-            tensors, structure = self._run_layers(inputs.structure.build(tensors[:n]), randomness)
-        stashed = [(key, skips[key]) for key in self.sent_skips]
-        sent = {key: tensor for key, tensor in stashed if tensor is not None}
-        tensors = (*tensors, *sent.values())
-        return Activation(tensors, (False,) * len(tensors), structure, tuple(sent))
-
-    def _run_layers(
-        self, value: Any, randomness: Randomness
-    ) -> tuple[tuple[torch.Tensor, ...], Structure]:
-        for index, stage in self.stages:
-            with randomness(index):
-                if isinstance(value, Arguments):
-                    first, *rest = layers(stage)  # children() lists a repeated layer only once.
-                    value = first(*value.args, **value.kwargs)
-                    for layer in rest:
-                        value = layer(value)
-                else:
-                    value = stage(value)
-            result = flatten(value, f"the output of stage {index}")
-        return result
+        carrying: AbstractContextManager[dict[Key, Any]] = nullcontext({})
+        if self._has_skips:
+            carrying = carried(dict.fromkeys(self.received_skips) | given)
+        with carrying as skips:
+            for index, stage in self.stages:
+                with randomness(index):
+                    if isinstance(value, Arguments):
+                        first, *rest = layers(stage)  # children() lists a repeated layer only once.
+                        value = first(*value.args, **value.kwargs)
+                        for layer in rest:
+                            value = layer(value)
+                    else:
+                        value = stage(value)
+                result, structure = flatten(value, f"the output of stage {index}")
+        stashed = {key: skips[key] for key in self.sent_skips}
+        sent = {key: tensor for key, tensor in stashed.items() if tensor is not None}
+        return (*result, *sent.values()), structure, tuple(sent)

@@ -20,7 +20,7 @@ from support.levels import in_gate
 from support.pipes import assert_equals_plain, pipe_of
 from torch import nn
 
-from pipekernels.pipeline.engine import lanes, mini_batch, stages
+from pipekernels.pipeline.engine import lanes, stages, step
 from pipekernels.pipeline.engine.lanes import intra_op_threads
 from pipekernels.pipeline.engine.transport import Transport
 
@@ -53,9 +53,9 @@ def test_a_layer_cannot_call_its_own_pipe(execution: str) -> None:
     pipe, other = pipe_of(nn.Linear(2, 2), calls), pipe_of(nn.Linear(2, 2), nn.Tanh())
     x = torch.ones(4, 2)
     called[:] = [pipe]
-    for step in (pipe, lambda x: pipe.train_step(x, x, nn.functional.mse_loss)):
+    for call in (pipe, lambda x: pipe.train_step(x, x, nn.functional.mse_loss)):
         with pytest.raises(RuntimeError, match="calls the pipe that it is in"):
-            step(x)
+            call(x)
     called[:] = [other]
     y = pipe[0](x)
     torch.testing.assert_close(pipe(x), y + other(y))
@@ -196,7 +196,7 @@ def test_a_forward_during_a_training_step(monkeypatch: pytest.MonkeyPatch) -> No
             return nullcontext()
 
     monkeypatch.setattr(stages, "has_streams", lambda device: True)
-    monkeypatch.setattr(mini_batch, "Transport", WithoutStreams)
+    monkeypatch.setattr(step, "Transport", WithoutStreams)
     pipe = pipe_of(nn.Linear(4, 4), nn.Tanh())
     x, parameters = torch.randn(8, 4), list(pipe.parameters())
     expected = torch.autograd.grad(pipe(x).sum(), parameters)

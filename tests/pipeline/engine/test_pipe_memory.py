@@ -13,9 +13,9 @@ from support.pipes import on_cpus, pipe_of
 from torch import nn
 
 from pipekernels.pipeline.engine import engine
-from pipekernels.pipeline.engine.mini_batch import MiniBatch
+from pipekernels.pipeline.engine.step import Step
 
-Runs = list[weakref.ref[MiniBatch]]
+Runs = list[weakref.ref[Step]]
 
 
 class Token:
@@ -88,12 +88,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
     """All mini-batches of all pipes; the garbage collector is disabled meanwhile."""
     found: Runs = []
 
-    class Recorded(MiniBatch):
+    class Recorded(Step):
         def __init__(self, **args: Any) -> None:
             super().__init__(**args)
             found.append(weakref.ref(self))
 
-    monkeypatch.setattr(engine, "MiniBatch", Recorded)
+    monkeypatch.setattr(engine, "Step", Recorded)
     gc.disable()
     yield found
     gc.enable()

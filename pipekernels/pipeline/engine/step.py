@@ -1,0 +1,373 @@
+"""One mini-batch: its forwards and backwards, and what the former keep for the latter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from pipekernels._torch_private import is_profiler_enabled
+from pipekernels.device.autocast import cast_cache
+from pipekernels.device.profiling import in_profile
+from pipekernels.pipeline.engine.inputs import Inputs
+from pipekernels.pipeline.engine.outputs import Outputs, Sink
+from pipekernels.pipeline.engine.runners import Compute, Runner
+from pipekernels.pipeline.engine.skip_table import SkipTable
+from pipekernels.pipeline.engine.stages import Stages
+from pipekernels.pipeline.engine.transport import Receiver, Transport
+from pipekernels.pipeline.schedule.program import Action, Program
+from pipekernels.pipeline.schedule.timeline import Timeline
+from pipekernels.pipeline.stage.context import CallerContext
+from pipekernels.pipeline.stage.error_notes import note_backward, note_layer
+from pipekernels.pipeline.stage.parameters import StageParameters, accumulated, installed, unique
+from pipekernels.pipeline.stage.random_state import preserved
+from pipekernels.pipeline.stage.recomputation import (
+    ForwardState,
+    drop_unchanged_copies,
+    snapshot_buffers,
+)
+from pipekernels.pipeline.stage.sent_memory import SentMemory
+from pipekernels.pipeline.stage.split_backward import WeightBackward
+from pipekernels.pipeline.stage.task import Activation, Grads, Tape, Task
+from pipekernels.pipeline.values.micro_batch import copy_if_aliased
+
+T = TypeVar("T")
+
+_AT_ONCE = Program([[Action("B", 0, 0)]])
+
+
+class Step:
+    """Runs the actions of one mini-batch.
+
+    Args:
+        runner: decides where and in which order they run.
+        stages: what they run.
+        inputs: one per micro-batch.
+        parameters: the stages', None if no backward can follow.
+        recomputed: which micro-batches keep only their inputs and are recomputed in the backward.
+        timeline: records the actions, if there is one.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        stages: Stages,
+        inputs: Inputs,
+        parameters: list[StageParameters] | None,
+        recomputed: Sequence[bool],
+        timeline: Timeline | None,
+    ) -> None:
+        self.runner = runner
+        self.stages = stages
+        self.inputs = inputs
+        self.grad = parameters is not None
+        self.parameters = parameters or []
+        self._recomputed = recomputed
+        self._recomputes = any(recomputed)
+        self._tasks = runner.tasks
+        self._timeline = timeline
+        self._trainable = [
+            self.grad and any(self.parameters[index].pairs for index, _ in task.stages)
+            for task in self._tasks
+        ]
+        # Context of the thread that starts the forward. Read only if recomputations need it: the
+        # first read takes as long as two small layers.
+        self._context: CallerContext | None = None
+        self._forward_state: ForwardState | None = None  # If backwards recompute.
+        self._tapes: list[list[Tape | None]] = [[None] * len(inputs) for _ in self._tasks]
+        # Versions of the inputs of each (stage, micro-batch) to be recomputed.
+        self._versions: dict[tuple[int, int], list[int]] = {}
+        self._sent = SentMemory()
+        self._skips = SkipTable(stages.skips, stages.devices)
+        # By (stage, micro-batch): the devices that its inputs were copied from, if on another one
+        # than the stage's. Their gradients are copied back there.
+        self._source_devices: dict[tuple[int, int], list[torch.device]] = {}
+        # Entered while autograd runs, on this thread or on another.
+        self._waiting: AbstractContextManager[Any] = nullcontext()
+        self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
+        self._input_grads: list[Grads] = []
+        self._released = False
+        # The last attribute, so that it is destroyed after the tapes: its end releases the
+        # buffers that they received.
+        self._transport = Transport(stages.with_streams)
+
+    # ---- passes ----------------------------------------------------------------------------------
+
+    def forward(self, outputs: Outputs, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run every forward; returns the outputs ``[batch, ...]``. They share no memory with
+        ``given``, as autograd would not know of it."""
+        aliases = installed(self.parameters) if self.grad else nullcontext()
+        uncached = cast_cache(False) if self.grad else nullcontext()
+        with preserved(self.stages.devices), aliases, self._phase(), uncached:
+            if self._recomputes:
+                self._context = CallerContext()
+            self._execute(self.runner.program.forwards, partial(self._forward, outputs))
+        if self._recomputes:
+            self._forward_state = ForwardState(self.stages.modules, self.parameters)
+        whole = outputs.take()
+        return whole if len(self.inputs) > 1 else copy_if_aliased(whole, given)
+
+    def backward(
+        self, outputs: Outputs, grads: Sequence[torch.Tensor | None], keep_graph: bool
+    ) -> list[Grads]:
+        """Run every backward of the program; returns the gradients of the inputs, and of the
+        parameters.
+
+        Args:
+            outputs: the object that the forward filled.
+            grads: gradients of the outputs; None for an output that has none.
+            keep_graph: whether another backward may follow.
+
+        Raises:
+            RuntimeError: an earlier backward has released the stages' graphs.
+        """
+        if self._released:
+            raise RuntimeError(
+                "this is the second backward through a pipe's output, and the first one freed "
+                "the graphs of its stages; pass retain_graph=True to the first"
+            )
+        self._released = not keep_graph
+        state = self._forward_state
+        run: Callable[..., Any] = self._backward
+        program = self.runner.program.backwards
+        if self._tasks == [self.stages.fused] and state is None:
+            run, program = self._backward_at_once, _AT_ONCE
+        with (
+            self._phase(),
+            outputs.given(grads),
+            self._accumulating() as results,
+            nullcontext() if state is None else preserved(self.stages.devices),
+            nullcontext() if state is None else state.restored(),
+        ):
+            self._execute(program, partial(run, outputs, keep_graph))
+        return results
+
+    def train(self, losses: Sink, waiting: AbstractContextManager[Any]) -> list[Grads]:
+        """Run the whole program, with ``losses`` between forwards and backwards; returns as
+        :meth:`backward`. ``waiting`` is entered while autograd runs, on this thread or another."""
+        with cast_cache(False):
+            self._context = context = CallerContext()
+        self._waiting = waiting
+
+        def compute(action: Action, value: Any) -> Any:
+            if action.kind == "F":
+                with context.applied():
+                    return self._forward(losses, action, value)
+            return self._backward(losses, False, action, value)
+
+        with (
+            context.without_autocast(),
+            self._phase(),
+            self._accumulating() as results,
+            preserved(self.stages.devices),
+            installed(self.parameters),
+        ):
+            self._execute(self.runner.program, compute)
+        return results
+
+    def _execute(self, program: Program, compute: Compute) -> None:
+        """Have the runner run ``program``, recorded by the timeline and the profiler."""
+        timeline = self._timeline
+        recorded: AbstractContextManager[Compute] = nullcontext(compute)
+        if timeline is not None and timeline.is_recording:
+            clocks = {task.device: self._transport.clock(task.device) for task in self._tasks}
+            clock_of = [clocks[task.device] for task in self._tasks].__getitem__
+            recorded = timeline.recorded(compute, program, clock_of)
+        with recorded as run:
+            if is_profiler_enabled():
+                run = partial(_in_profile, run)
+            if self.stages.with_streams:
+                run = partial(self._on_device, run)
+            begin = time.perf_counter()
+            self.runner.run(program, run)
+            self.runner.note(program, time.perf_counter() - begin)
+
+    def _on_device(self, compute: Compute, action: Action, value: Any) -> Any:
+        """``compute``, with the current device set to that of the action's stage."""
+        with self._transport.on(self._tasks[action.stage].device):
+            return compute(action, value)
+
+    def _phase(self) -> AbstractContextManager[None]:
+        """A context for a forward or a backward."""
+        return self._transport.phase() if self.stages.with_streams else nullcontext()
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[list[Grads]]:
+        """Yield a list, which gets the gradients of the inputs, and of the parameters, of the
+        backwards in the body. After a failure they are dropped: they must not leak into the next
+        backward."""
+        results = list[Grads]()
+        self.stages.deny_foreign_backwards(self.parameters)
+        self._input_grads = [()] * len(self.inputs)
+        try:
+            yield results
+            if self._transport.arrivals:
+                for m in range(len(self.inputs)):
+                    self._transport.receive(Receiver(-1, m, backward=True))
+            results.append(self.inputs.joined(self._input_grads))
+        finally:
+            self._second_parts.clear()
+            self._skips.forget_grads()
+            self._input_grads = []
+            results.append(tuple(accumulated(unique(self.parameters), self.parameters)))
+
+    # ---- actions ---------------------------------------------------------------------------------
+
+    def _forward(self, sink: Sink, action: Action, inputs: Activation | None) -> Activation:
+        """Run a stage on the previous stage's outputs, None for the first; returns its own, which
+        ``sink`` receives from the last one. Leaves its tape."""
+        _, stage, m = action
+        if inputs is None:
+            inputs = self._send(self.inputs.take(m), stage, m)
+        task, recomputed = self._tasks[stage], self._recomputed[m]
+        if task.received_skips:
+            inputs = inputs.with_skips(self._skips.take(task.received_skips, m))
+        if self._transport.arrivals:
+            self._transport.receive(Receiver(stage, m))
+        if recomputed:
+            self._versions[stage, m] = inputs.versions()
+        buffers = snapshot_buffers([s for _, s in task.stages]) if self._recomputes else []
+        try:
+            outputs, tape = task.forward(
+                inputs,
+                partial(self.runner.seeded, m),
+                grad=self._trainable[stage] or (self.grad and any(inputs.wants_grad)),
+                drop=recomputed,
+            )
+        except Exception as error:
+            note_layer(error, task.stages, m, "forward")
+            raise
+        if buffers:
+            earlier = [tape.buffers for tape in self._tapes[stage] if tape is not None]
+            drop_unchanged_copies(buffers, self.stages.observed.changing_buffers, earlier)
+            if recomputed and tape is not None:
+                tape.buffers = buffers
+        self._tapes[stage][m] = tape
+        is_last = stage == len(self._tasks) - 1
+        if not is_last and len(self.inputs) > 1:
+            self._sent.note(f"stage {task.stages[-1][0]}", m, outputs.tensors, inputs.tensors)
+        outputs, sent = outputs.without_skips()
+        if sent:
+            self._skips.leave(sent, m, self._transport)
+        if not is_last:
+            return self._send(outputs, stage + 1, m)
+        sink.collect(m, outputs)
+        return outputs
+
+    def _backward(self, sink: Sink, keep_graph: bool, action: Action, grads: Grads | None) -> Grads:
+        """Run a stage's backward, whole or a part, on the gradients of its outputs, None if
+        ``sink`` has them; returns those of its inputs."""
+        kind, stage, m = action
+        task = self._tasks[stage]
+        if kind == "W":
+            second_part = self._second_parts.pop((stage, m), None)
+            if second_part is not None:
+                self._autograd(task, m, partial(second_part, keep_graph))
+            return ()
+        if self._transport.arrivals:
+            self._transport.receive(Receiver(stage, m, backward=True))
+        if grads is None:
+            with self._waiting, self.runner.in_backward():
+                grads = sink.grads(m)
+        tape = self._tapes[stage][m]
+        if not keep_graph:
+            self._tapes[stage][m] = None
+        if tape is None:
+            return ()
+        if tape.sent:
+            grads = grads or (None,) * tape.outputs
+            grads = (*grads, *self._skips.take_grads(tape.sent, m))
+        if all(grad is None for grad in grads):
+            return ()
+        if tape.inputs is not None:
+            tape = self._recompute(tape, tape.inputs, stage, m)
+        # Not in two parts if tensors have hooks: each part would call them.
+        if kind == "I" and not self.runner.saw_tensor_hooks:
+            compute = partial(task.backward_of_inputs, tape, grads, keep_graph=keep_graph)
+            result, second_part = self._autograd(task, m, compute)
+            if second_part is not None:
+                self._second_parts[stage, m] = second_part
+        else:
+            whole = partial(task.backward, [tape], [grads], keep_graph=keep_graph)
+            (result,) = self._autograd(task, m, whole)
+        if tape.received:
+            n = len(result) - len(tape.received)
+            skips = dict(zip(tape.received, result[n:], strict=True))
+            self._skips.leave_grads(skips, m, self._transport)
+            result = result[:n]
+        result = self._send_back(result, stage, m)
+        if stage == 0:
+            self._input_grads[m] = result
+        return result
+
+    def _backward_at_once(self, sink: Sink, keep_graph: bool, action: Action, _: Any) -> None:
+        """Enter autograd once for all micro-batches: possible on one thread with nothing to
+        recompute. Autograd takes the latest forward first, as the program does."""
+        # No tape is None here: parameters or inputs want gradients.
+        tapes = [tape for tape in self._tapes[0] if tape is not None]
+        if not keep_graph:
+            self._tapes[0] = []
+        grads = [sink.grads(m) for m in range(len(tapes))]
+        compute = partial(self._tasks[0].backward, tapes, grads, keep_graph=keep_graph)
+        results = self._autograd(self._tasks[0], 0 if len(tapes) == 1 else None, compute)
+        self._input_grads = [self._send_back(result, 0, m) for m, result in enumerate(results)]
+
+    def _autograd(self, task: Task, m: int | None, compute: Callable[[], T]) -> T:
+        """Call ``compute``, which runs autograd on graphs of micro-batch ``m``, of all if None."""
+        try:
+            with self._waiting, self.runner.in_backward():
+                return compute()
+        except Exception as error:
+            note_backward(error, task.stages, m)
+            raise
+
+    def _recompute(self, tape: Tape, inputs: Activation, stage: int, m: int) -> Tape:
+        """The tape of a second forward on the ``inputs`` of ``tape``."""
+        if inputs.versions() != self._versions[stage, m]:
+            raise RuntimeError(
+                f"an input of stage {stage} was modified in place after the stage was given it, "
+                "and checkpointing needs it to recompute the stage; modify a copy, or use "
+                "checkpoint='never'"
+            )
+        # With the forward's autocast and other settings: this may be another thread.
+        task, context = self._tasks[stage], self._context
+        assert context is not None
+        try:
+            shown = in_profile("recomputation stage %d, micro-batch %d", stage, m)
+            with context.applied(), shown:
+                return task.recompute(tape, partial(self.runner.seeded, m))
+        except Exception as error:
+            note_layer(error, task.stages, m, "recomputation")
+            raise
+
+    # ---- devices ---------------------------------------------------------------------------------
+
+    def _send(self, value: Activation, stage: int, m: int) -> Activation:
+        """Start copying ``value`` to the device of ``stage``, if it is on another one."""
+        device = self._tasks[stage].device
+        devices = [tensor.device for tensor in value.tensors]
+        targets = [device] * len(devices)
+        if devices == targets:
+            return value
+        self._source_devices[stage, m] = devices
+        tensors = self._transport.send(value.tensors, targets, Receiver(stage, m))
+        return replace(value, tensors=tensors)
+
+    def _send_back(self, grads: Grads, stage: int, m: int) -> Grads:
+        """Start copying the gradients of the inputs of ``stage`` to the devices that :meth:`_send`
+        copied these inputs from."""
+        devices = self._source_devices.get((stage, m))
+        if devices is None:
+            return grads
+        return self._transport.send(grads, devices, Receiver(stage - 1, m, backward=True))
+
+
+def _in_profile(compute: Compute, action: Action, value: Any) -> Any:
+    with in_profile("%s stage %d, micro-batch %d", *action):
+        return compute(action, value)
