@@ -211,23 +211,6 @@ def test_a_layer_that_returns_the_same_memory_each_time(place: torch.device) -> 
     torch.testing.assert_close(mean.cpu(), x.mean())
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_stage_that_overwrites_what_it_has_sent(grad: bool) -> None:
-    """It may return the same values again, and run the next stage before it overwrites them."""
-    memory, constant = torch.empty(2, 3), torch.ones(1, 3)
-    writes = FunctionLayer(lambda x: memory.copy_(x))
-    again = FunctionLayer(lambda x: (x, constant.expand(2, 3)))
-    last = FunctionLayer(lambda given: given[0] * 1 if isinstance(given, tuple) else given * 1)
-    x = torch.rand(8, 3, requires_grad=grad)
-    message = "stage 0 returned the same memory for micro-batches 0 and 1, and overwrote .* clone"
-    with pytest.raises(RuntimeError, match=message):
-        on_cpus(nn.Sequential(writes, last), [1, 1], chunks=4, execution="threads")(x)
-    memory = torch.empty(2, 3)
-    for layer, execution in ((again, "threads"), (writes, "inline")):
-        pipe = on_cpus(nn.Sequential(layer, last), [1, 1], chunks=4, execution=execution)
-        assert torch.equal(pipe(x), x)
-
-
 def test_an_empty_batch(place: torch.device) -> None:
     pipe = on(place, mlp(), [2, 3], chunks=4)
     output = pipe(torch.empty(0, 6, dtype=torch.float64))

@@ -31,7 +31,6 @@ from pipekernels.pipeline.stage.recomputation import (
     drop_unchanged_copies,
     snapshot_buffers,
 )
-from pipekernels.pipeline.stage.sent_memory import SentMemory
 from pipekernels.pipeline.stage.split_backward import WeightBackward
 from pipekernels.pipeline.stage.task import Activation, Grads, Tape, Task
 from pipekernels.pipeline.values.micro_batch import copy_if_aliased
@@ -83,7 +82,6 @@ class Step:
         self._tapes: list[list[Tape | None]] = [[None] * len(inputs) for _ in self._tasks]
         # Versions of the inputs of each (stage, micro-batch) to be recomputed.
         self._versions: dict[tuple[int, int], list[int]] = {}
-        self._sent = SentMemory()
         self._skips = SkipTable(stages.skips, stages.devices)
         # By (stage, micro-batch): the devices that its inputs were copied from, if on another one
         # than the stage's. Their gradients are copied back there.
@@ -249,13 +247,10 @@ class Step:
             if recomputed and tape is not None:
                 tape.buffers = buffers
         self._tapes[stage][m] = tape
-        is_last = stage == len(self._tasks) - 1
-        if not is_last and len(self.inputs) > 1:
-            self._sent.note(f"stage {task.stages[-1][0]}", m, outputs.tensors, inputs.tensors)
         outputs, sent = outputs.without_skips()
         if sent:
             self._skips.leave(sent, m, self._transport)
-        if not is_last:
+        if stage < len(self._tasks) - 1:
             return self._send(outputs, stage + 1, m)
         sink.collect(m, outputs)
         return outputs

@@ -10,7 +10,6 @@ from torch import nn
 
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.stage.batchnorm import committed
-from pipekernels.pipeline.stage.sent_memory import SentMemory
 from pipekernels.pipeline.values.micro_batch import deny_constant
 from pipekernels.pipeline.values.nested import leaves, map_leaves
 from pipekernels.pipeline.values.structure import NoChunk
@@ -45,7 +44,6 @@ def forward_in_chunks(
         TypeError: an argument has tensors, perhaps only after a micro-batch, but is neither a
             tensor nor a known container.
         ValueError: results that cannot be joined.
-        RuntimeError: ``forward`` overwrites what it has returned for an earlier micro-batch.
     """
     inputs = (tuple(args), {name: kwargs[name] for name in order if name in kwargs} | dict(kwargs))
     found = leaves(inputs)
@@ -59,14 +57,11 @@ def forward_in_chunks(
         # One split per tensor object: attention layers check whether query and key are identical.
         parts = {id(t): t.split(sizes, dim) for t in tensors if t.size(dim) == batch}
         results = []
-        returned = SentMemory()
         for m in range(len(sizes)):
             for leaf in found:
                 _deny_opaque(leaf)
             part_args, part_kwargs = _micro_batch(inputs, parts, m)
             results.append(forward(*part_args, **part_kwargs))
-            made = [t for t in leaves(results[-1]) if isinstance(t, torch.Tensor) and t.dim() > dim]
-            returned.note(type(module).__name__, m, made, tensors)
     return map_leaves(lambda *pieces: _join(pieces, sizes, dim), *results)
 
 
