@@ -29,7 +29,7 @@ BUDGETS = {
     "pipekernels/pipeline/placement": 520,
     "pipekernels/pipeline/schedule": 590,
     "pipekernels/pipeline/spmd": 880,
-    "pipekernels/pipeline/stage": 1_900,
+    "pipekernels/pipeline/stage": 1_920,
     "pipekernels/pipeline/values": 660,
     "pipekernels/tensor_parallel": 2_650,
     "pipekernels/tensor_parallel/arithmetic": 720,
@@ -39,7 +39,7 @@ BUDGETS = {
     "bench": 5_990,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 22_410, "core": 18_530}
+TOTALS = {"pipekernels": 22_430, "core": 18_550}
 
 
 def lines(files: Iterable[Path]) -> int:

@@ -168,12 +168,13 @@ class Engine:
         if stages.with_streams:
             known = self._spare.pop() if self._spare else [None] * len(stages.modules)
         parameters = [
-            StageParameters(stage, previous)
-            for stage, previous in zip(stages.modules, known, strict=True)
+            former if former is not None and former.is_current() else StageParameters(stage, former)
+            for stage, former in zip(stages.modules, known, strict=True)
         ]
-        if not all(map(StageParameters.has_same_layers, parameters, self._parameters)):
-            stages.traits = stages.inspect_layers()
-        self._parameters = parameters
+        if parameters != self._parameters:
+            if not all(map(StageParameters.has_same_layers, parameters, self._parameters)):
+                stages.traits = stages.inspect_layers()
+            self._parameters = parameters
         grad = torch.is_grad_enabled() and (
             any(map(wants_grad, batch.tensors)) or bool(unique(parameters))
         )

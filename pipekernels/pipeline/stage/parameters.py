@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -35,11 +36,12 @@ def identity(parameter: nn.Parameter) -> int:
     return id(vars(parameter))  # Aliases share the parameter's __dict__.
 
 
-def _is_current(alias: nn.Parameter, parameter: nn.Parameter) -> bool:
+def _is_current(parameter: nn.Parameter, alias: nn.Parameter) -> bool:
     """Whether the parameter still has the alias's memory and layout; ``module.to(dtype)`` changes
     them."""
     return (
-        alias.data_ptr() == parameter.data_ptr()
+        parameter.requires_grad
+        and alias.data_ptr() == parameter.data_ptr()
         and alias.dtype == parameter.dtype
         and alias.shape == parameter.shape
         and alias.stride() == parameter.stride()
@@ -52,40 +54,59 @@ class StageParameters:
 
     def __init__(self, module: nn.Module, previous: StageParameters | None = None) -> None:
         known = previous.pairs if previous is not None else {}
-        # Layers with their classes, modes, pre-hooks and classes of parameters.
-        self._fingerprint: list[object] = []
+        # Layers with their classes, modes, pre-hooks, children and parameters (ids, classes).
+        self._layers: list[tuple[nn.Module, type, bool, bool, list[Any], list[int], list[type]]]
+        self._layers = []
         # id of the parameter -> (parameter, alias)
         self.pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         # (parameter dict of a layer, name in it, parameter, alias)
         self.entries: list[tuple[Owner, str, nn.Parameter, nn.Parameter]] = []
         # As entries, without aliases.
         self.frozen: list[tuple[Owner, str, nn.Parameter]] = []
-        # Not module.modules(), which takes as long as a small layer's forward: this loop runs in
-        # every mini-batch.
         stack: list[nn.Module | None] = [module]
         while stack:
             layer = stack.pop()
             if layer is None:
                 continue
-            self._fingerprint += layer, type(layer), layer.training, bool(layer._forward_pre_hooks)
-            stack.extend(reversed(layer._modules.values()))
-            for name, parameter in layer._parameters.items():
-                self._fingerprint.append(type(parameter))
+            children, own = list(layer._modules.values()), layer._parameters
+            hooked, ids = bool(layer._forward_pre_hooks), [*map(id, own.values())]
+            types = [*map(type, own.values())]
+            self._layers.append((layer, type(layer), layer.training, hooked, children, ids, types))
+            stack.extend(reversed(children))
+            for name, parameter in own.items():
                 if parameter is None:
                     continue
                 if not parameter.requires_grad:
-                    self.frozen.append((layer._parameters, name, parameter))
+                    self.frozen.append((own, name, parameter))
                     continue
                 key = id(parameter)
                 pair = self.pairs.get(key) or known.get(key)
-                if pair is None or not _is_current(pair[1], parameter):
+                if pair is None or not _is_current(*pair):
                     pair = (parameter, _make_alias(parameter))
                 self.pairs[key] = pair
-                self.entries.append((layer._parameters, name, *pair))
+                self.entries.append((own, name, *pair))
+
+    def is_current(self) -> bool:
+        """Whether an object made now would be the same. Without calls, as every mini-batch asks."""
+        for layer, kind, training, hooked, children, ids, _ in self._layers:
+            if (
+                layer.training is not training
+                or type(layer) is not kind
+                or bool(layer._forward_pre_hooks) is not hooked
+                or list(layer._modules.values()) != children
+                or [*map(id, layer._parameters.values())] != ids
+            ):
+                return False
+        if any(parameter.requires_grad for _, _, parameter in self.frozen):
+            return False
+        return all(starmap(_is_current, self.pairs.values()))
 
     def has_same_layers(self, other: StageParameters) -> bool:
-        """Whether both have the same layers, with the same classes, modes and pre-hooks."""
-        return self._fingerprint == other._fingerprint
+        """Whether both have the same layers, with the same classes, modes, pre-hooks and classes of
+        parameters."""
+        return [(*each[:5], each[6]) for each in self._layers] == [
+            (*each[:5], each[6]) for each in other._layers
+        ]
 
     def all(self) -> list[nn.Parameter]:
         """The aliases and the frozen parameters."""
@@ -105,14 +126,17 @@ def installed(stages: Sequence[StageParameters]) -> Iterator[None]:
             "no_grad()"
         )
     entries = [entry for parameters in stages for entry in parameters.entries]
-    addresses = [alias.data_ptr() for *_, alias in entries]
+    before = [owner[name] for owner, name, _, _ in entries]
+    addresses = [alias.data_ptr() for _, _, _, alias in entries]
     try:
-        with replaced((owner, name, alias) for owner, name, _, alias in entries):
-            yield
+        for owner, name, _, alias in entries:
+            owner[name] = alias
+        yield
     finally:
-        # Give parameters the memory that layers have assigned to them, here to the aliases.
-        for (_, _, parameter, alias), address in zip(entries, addresses, strict=True):
-            if alias.data_ptr() != address:
+        for i, (owner, name, parameter, alias) in enumerate(entries):
+            owner[name] = before[i]
+            # Give parameters the memory that layers have assigned to them, here to the aliases.
+            if alias.data_ptr() != addresses[i]:
                 parameter.data = alias.data
 
 

@@ -113,7 +113,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _views(tensor: torch.Tensor, sizes: list[int], dim: int) -> Sequence[torch.Tensor]:
     dense = _is_dense(tensor)
-    views: Sequence[torch.Tensor] = tensor.split(sizes, dim) if dense else [tensor]
+    views: Sequence[torch.Tensor] = tensor.split(sizes, dim) if len(sizes) > 1 else [tensor]
     if tensor.requires_grad:
         return views  # Targets that require a gradient.
     if dense and tensor.is_cuda and type(tensor) is torch.Tensor:
