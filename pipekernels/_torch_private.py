@@ -270,11 +270,6 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     return dist.distributed_c10d._get_process_group_store(group)
 
 
-def group_named(name: str) -> dist.ProcessGroup:
-    """The group with this ``group_name``. RuntimeError if it was destroyed."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-
-
 def enclosing_mesh() -> DeviceMesh:
     """The mesh of the innermost ``with mesh:``. RuntimeError if there is none."""
     from torch.distributed.device_mesh import _mesh_resources

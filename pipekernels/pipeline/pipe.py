@@ -309,10 +309,10 @@ class Pipe(nn.Module):
             group: the ranks that run the stages. Default: all.
 
         Raises:
-            RuntimeError: ``torch.distributed`` is not initialised, or there are more ranks than
-                stages.
-            ValueError: the group does not have a rank per stage, ``stage_index`` is out of range,
-                stages share a parameter, or the pipe was built with ``deferred_batch_norm``.
+            RuntimeError: there are more ranks than stages.
+            ValueError: ``torch.distributed`` is not initialised, the group does not have a rank per
+                stage, ``stage_index`` is out of range, stages share a parameter, or the pipe was
+                built with ``deferred_batch_norm``.
         """
         return torch_stage(self._partitions(), self.devices, stage_index, device, group)
 

@@ -27,20 +27,23 @@ def torch_stage(
     group: dist.ProcessGroup | None,
 ) -> PipelineStage:
     """Implements ``Pipe.to_torch_stage``."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialised; call init_process_group() first, in a process "
-            "per stage (torchrun starts them)"
-        )
-    index = _stage_of_rank(len(partitions), group) if stage_index is None else stage_index
-    if not 0 <= index < len(partitions):
-        raise ValueError(f"stage_index is {index}; it must be in 0..{len(partitions) - 1}")
+    if stage_index is None:
+        ranks = max(0, dist.get_world_size(group))
+        if ranks != len(partitions):
+            raise ValueError(
+                f"the pipe has {len(partitions)} stages and this rank's group has {ranks} ranks; "
+                "choose a balance or a group for a rank per stage, or pass stage_index where a "
+                "rank runs several"
+            )
+        stage_index = dist.get_rank(group)
+    if not 0 <= stage_index < len(partitions):
+        raise ValueError(f"stage_index is {stage_index}; it must be in 0..{len(partitions) - 1}")
     _check_separable(partitions)
     from torch.distributed.pipelining import PipelineStage  # Slow to import.
 
-    home = devices[index] if device is None else usable(device)
-    stage = _Layers(partitions[index], spread=index == 0).to(home)
-    return PipelineStage(stage, index, len(partitions), home, group=group)
+    home = devices[stage_index] if device is None else usable(device)
+    stage = _Layers(partitions[stage_index], spread=stage_index == 0).to(home)
+    return PipelineStage(stage, stage_index, len(partitions), home, group=group)
 
 
 class _Layers(nn.Sequential):
@@ -64,18 +67,6 @@ class _Layers(nn.Sequential):
         for layer in rest:
             value = layer(value)
         return value
-
-
-def _stage_of_rank(stages: int, group: dist.ProcessGroup | None) -> int:
-    ranks = dist.get_world_size(group)
-    if ranks < 0:
-        raise ValueError("this process is not a member of the group; pass one that it is in")
-    if ranks != stages:
-        raise ValueError(
-            f"the pipe has {stages} stages and the group has {ranks} ranks; give the pipe a "
-            f"balance of {ranks} stages, or pass stage_index where a rank runs several"
-        )
-    return dist.get_rank(group)
 
 
 def _check_separable(partitions: Sequence[nn.Sequential]) -> None:
