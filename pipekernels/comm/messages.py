@@ -18,16 +18,11 @@ from torch import Tensor
 T = TypeVar("T")
 
 MOST = 16 << 20  # Largest message in bytes.
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 def encode(item: Any) -> bytes:
     """``item``, a value of a type that :func:`read` knows, as bytes for :func:`decode`."""
-
-    def plain(value: Any) -> Any:
-        return str(value) if isinstance(value, torch.dtype) else list(vars(value).values())
-
-    return json.dumps(item, default=plain).encode()
+    return json.dumps(item, default=lambda value: list(vars(value).values())).encode()
 
 
 def decode(data: bytes, sender: str, message_type: type[T]) -> T:
@@ -54,17 +49,14 @@ def decode(data: bytes, sender: str, message_type: type[T]) -> T:
 def read(record: Any, message_type: Any) -> Any:
     """A JSON value as the type ``message_type``; ValueError if it is of another type.
 
-    That is ``str``, ``int``, ``bool``, ``None``, ``torch.dtype``, ``list[...]``,
-    ``tuple[..., ...]``, a union, or a dataclass or NamedTuple of these, in JSON a list of fields.
+    That is ``str``, ``int``, ``bool``, ``None``, ``list[...]``, ``tuple[..., ...]``, a union, or a
+    dataclass or NamedTuple of these, in JSON a list of fields.
     """
     of = get_args(message_type)
     if get_origin(message_type) in (Union, UnionType):
         for each in of:
             with contextlib.suppress(ValueError):
                 return read(record, each)
-    elif message_type is torch.dtype:
-        if type(record) is str and record in _DTYPES:
-            return _DTYPES[record]
     elif type(record) is not list:
         if type(record) is message_type:  # type(), as a bool is also an int.
             return record
@@ -86,10 +78,14 @@ def all_gather(
         gather: gathers each rank's ``[n]`` into ``[ranks, n]``, for tensors on ``device``.
         device: see above.
     """
-    data = _tensor(item, device)
+    data = torch.frombuffer(bytearray(encode(item)), dtype=torch.uint8).to(device)
     sizes = gather(torch.tensor([data.numel()], device=device)).flatten().tolist()
     for rank, size in enumerate(sizes):
-        _check_size(size, rank)
+        if not 0 < size <= MOST:
+            raise RuntimeError(
+                f"rank {rank} announced a message of {size} bytes, of at most {MOST}; all ranks "
+                "must run the same version of pipekernels"
+            )
     rows = gather(torch.nn.functional.pad(data, (0, max(sizes) - data.numel())))
     return [
         decode(bytes(row[:size].tolist()), f"rank {rank}", message_type)
@@ -111,23 +107,6 @@ def all_gather_in_group(
     return all_gather(item, message_type, gather, _device_of(group))
 
 
-def send(item: Any, rank: int, group: dist.ProcessGroup) -> None:
-    """Send to ``rank`` of the default group, which must call :func:`receive`."""
-    data = _tensor(item, _device_of(group))
-    dist.send(torch.tensor([data.numel()], device=data.device), rank, group)
-    dist.send(data, rank, group)
-
-
-def receive(message_type: type[T], rank: int, group: dist.ProcessGroup) -> T:
-    """Receive an item of the type ``message_type`` that ``rank`` sends by :func:`send`."""
-    size = torch.empty(1, dtype=torch.int64, device=_device_of(group))
-    dist.recv(size, rank, group)
-    _check_size(int(size), rank)
-    data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
-    dist.recv(data, rank, group)
-    return decode(bytes(data.tolist()), f"rank {rank}", message_type)
-
-
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
     """The backends of ``group`` by device type."""
     return dict(item.split(":", 1) for item in dist.get_backend_config(group).split(","))
@@ -137,15 +116,3 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """A device whose tensors ``group`` supports; the CPU if possible."""
     backends = backends_of(group)
     return torch.device("cpu" if "cpu" in backends else next(iter(backends)))
-
-
-def _tensor(item: Any, device: torch.device) -> Tensor:
-    return torch.frombuffer(bytearray(encode(item)), dtype=torch.uint8).to(device)
-
-
-def _check_size(size: int, rank: int) -> None:
-    if not 0 < size <= MOST:
-        raise RuntimeError(
-            f"rank {rank} announced a message of {size} bytes, of at most {MOST}; all ranks must "
-            "run the same version of pipekernels"
-        )
