@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,14 +15,14 @@ import torch
 
 from pipekernels.pipeline.schedule.program import Action, ActionKind, Program
 
-_COLOURS: dict[ActionKind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
-_IDLE = "#e8e8e8"
 _NAMES: dict[ActionKind, str] = {
     "F": "forward",
     "B": "backward",
     "I": "backward of inputs",
     "W": "backward of parameters",
 }
+_COLOURS: dict[ActionKind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
+_IDLE = "#e8e8e8"
 
 
 class Clock(Protocol):
@@ -88,17 +87,6 @@ class Phase:
         return len(self.program.lanes)
 
     @property
-    def kind(self) -> str:
-        """``"forward"``, ``"backward"`` or ``"training step"``."""
-        kinds = {action.kind == "F" for lane in self.program.lanes for action in lane}
-        return "training step" if len(kinds) == 2 else "forward" if True in kinds else "backward"
-
-    @property
-    def micro_batches(self) -> int:
-        """Number of micro-batches."""
-        return 1 + max((a.micro_batch for lane in self.program.lanes for a in lane), default=-1)
-
-    @property
     def makespan(self) -> float:
         """Seconds from the first action's start to the last one's end."""
         if not self.events:
@@ -158,103 +146,64 @@ class Timeline:
         busy = sum(e.end - e.start for phase in self.phases for e in phase.events)
         return 1.0 - busy / capacity if capacity > 0 else 0.0
 
-    def __str__(self) -> str:
-        """A summary in one line."""
-        if not self.phases:
-            return "Timeline: nothing was recorded"
-        kinds = Counter(phase.kind for phase in self.phases)
-        passes = ", ".join(_plural(count, kind) for kind, count in kinds.items())
-        stages = _range({phase.program.stages for phase in self.phases})
-        micro_batches = _range({phase.micro_batches for phase in self.phases})
-        milliseconds = sum(phase.makespan for phase in self.phases) * 1e3
-        return (
-            f"Timeline: {passes}; stages: {stages}, micro-batches: {micro_batches}; "
-            f"{milliseconds:.3g} ms, utilisation {1 - self.bubble:.1%}"
-        )
-
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the Trace Event Format that Perfetto and chrome://tracing read: a row per lane."""
         rows: list[dict[str, Any]] = [
             {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}
             for lane, name in enumerate(self._lane_names())
         ]
-        origin = self._start()
-        for phase in self.phases:
-            for action, start, end in phase.events:
-                kind, stage, micro_batch = action
-                rows.append(
-                    {
-                        "ph": "X",
-                        "pid": 0,
-                        "tid": phase.program.lane_of[stage],
-                        "name": f"{kind}{micro_batch}",
-                        "cat": _NAMES[kind],
-                        "ts": (start - origin) * 1e6,
-                        "dur": (end - start) * 1e6,
-                        "args": {"stage": stage, "micro_batch": micro_batch},
-                    }
-                )
+        for lane, (kind, stage, micro_batch), start, seconds in self._spans():
+            rows.append(
+                {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": lane,
+                    "name": f"{kind}{micro_batch}",
+                    "cat": _NAMES[kind],
+                    "ts": start * 1e6,
+                    "dur": seconds * 1e6,
+                    "args": {"stage": stage, "micro_batch": micro_batch},
+                }
+            )
         Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draw stages x time: forward, backward (with its recomputation) and idle.
+        """Draw lanes x time: forwards, backwards (with their recomputation), and in grey no action.
+        ImportError without matplotlib."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
 
-        Raises:
-            RuntimeError: matplotlib is not installed.
-        """
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-            from matplotlib.patches import Patch
-        except ImportError as error:
-            raise RuntimeError(
-                "drawing a timeline needs matplotlib, which is not installed; pip install "
-                "matplotlib"
-            ) from error
-        names = self._lane_names()
-        origin = self._start()
+        names, spans = self._lane_names(), self._spans()
         figure = Figure(figsize=(14, 1.4 + 0.7 * len(names)), layout="constrained")
-        axes = figure.add_subplot()
-        seen: set[ActionKind] = set()
-        for phase in self.phases:
-            if not phase.events:
-                continue
-            begin = (min(e.start for e in phase.events) - origin) * 1e3
-            idle = [(begin, phase.makespan * 1e3)]
-            for lane in range(phase.lanes):
-                axes.broken_barh(idle, (lane - 0.4, 0.8), color=_IDLE)
-            for e in phase.events:
-                kind, stage, micro_batch = e.action
-                seen.add(kind)
-                lane = phase.program.lane_of[stage]
-                left, width = (e.start - origin) * 1e3, (e.end - e.start) * 1e3
-                axes.broken_barh(
-                    [(left, width)],
-                    (lane - 0.4, 0.8),
-                    facecolor=_COLOURS[kind],
-                    edgecolor="white",
-                    linewidth=0.5,
-                )
-                axes.text(
-                    left + width / 2, lane, str(micro_batch), ha="center", va="center", fontsize=7
-                )
+        axes = figure.add_subplot(
+            title=f"bubble {self.bubble:.1%}",
+            xlabel="time (ms); numbers are micro-batches",
+            facecolor=_IDLE,
+        )
+        for lane, (kind, _, micro_batch), start, seconds in spans:
+            left, width = start * 1e3, seconds * 1e3
+            axes.barh(lane, width, 0.8, left, color=_COLOURS[kind], edgecolor="white")
+            axes.text(left + width / 2, lane, str(micro_batch), ha="center", va="center")
+        axes.margins(x=0)
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
-        axes.set_xlabel("time (ms); numbers are micro-batches")
-        axes.set_title(f"bubble {self.bubble:.1%}")
-        legend = {_NAMES[kind]: colour for kind, colour in _COLOURS.items() if kind in seen}
-        legend["idle"] = _IDLE
+        kinds = {action.kind for _, action, *_ in spans}
         axes.legend(
-            handles=[Patch(color=colour, label=name) for name, colour in legend.items()],
-            loc="upper center",
-            bbox_to_anchor=(0.5, -0.35),
-            ncols=len(legend),
-            frameon=False,
+            handles=[Patch(color=_COLOURS[k], label=_NAMES[k]) for k in _NAMES if k in kinds],
+            loc="upper left",
+            bbox_to_anchor=(1, 1),
         )
         FigureCanvasAgg(figure).print_figure(os.fspath(path), dpi=130)
 
-    def _start(self) -> float:
-        return min((e.start for phase in self.phases for e in phase.events), default=0.0)
+    def _spans(self) -> list[tuple[int, Action, float, float]]:
+        """Lane, action, start after the first one and duration of each event, in seconds."""
+        events = [(phase.program, event) for phase in self.phases for event in phase.events]
+        origin = min((event.start for _, event in events), default=0.0)
+        return [
+            (program.lane_of[action.stage], action, start - origin, end - start)
+            for program, (action, start, end) in events
+        ]
 
     def _lane_names(self) -> list[str]:
         """A name for each lane, from its stages."""
@@ -263,12 +212,3 @@ class Timeline:
             for stage, lane in phase.program.lane_of.items():
                 stages.setdefault(lane, set()).add(stage)
         return ["stage " + ", ".join(map(str, sorted(stages[lane]))) for lane in sorted(stages)]
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def _range(numbers: set[int]) -> str:
-    least, most = min(numbers), max(numbers)
-    return str(least) if least == most else f"{least} to {most}"

@@ -27,29 +27,6 @@ def test_bubble_is_the_idle_share() -> None:
 
 def test_an_empty_timeline() -> None:
     assert Timeline().bubble == 0
-    assert str(Timeline()) == "Timeline: nothing was recorded"
-
-
-def test_str_of_a_timeline() -> None:
-    timeline = Timeline()
-    program = gpipe(2, 2)
-    forwards = [
-        Event(a, t, t + 1) for a, t in zip(program.forwards.order, (0, 1, 1, 2), strict=True)
-    ]
-    timeline.phases.append(Phase(program.forwards, forwards))
-    assert str(timeline) == (
-        "Timeline: 1 forward; stages: 2, micro-batches: 2; 3e+03 ms, utilisation 66.7%"
-    )
-    pipe = pipe_of(*(nn.Linear(2, 2) for _ in range(3)), chunks=4)
-    with pipe.timeline() as timeline:
-        for rows in (3, 4):
-            pipe(torch.ones(rows, 2)).sum().backward()
-        pipe.train_step(torch.ones(4, 2), None, torch.sum)
-    described = str(timeline)
-    assert described.startswith(
-        "Timeline: 2 forwards, 2 backwards, 1 training step; stages: 3, micro-batches: 3 to 4; "
-    )
-    assert f"utilisation {1 - timeline.bubble:.1%}" in described
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
