@@ -97,7 +97,7 @@ def execute_pipeline(
                 result = module(part, *args, **kwargs)
             check_kind("what the module returns", result, Tensor, "a tensor")
             if axis.is_last:
-                results.append(result)
+                results.append(result.clone())  # Modules may return the same memory each time.
                 continue
             following = following or link_to_next(axis, count, Features.of(result))
             following.features.check(result)

@@ -60,10 +60,10 @@ class Link:
     def send(self, tensor: Tensor | None) -> None:
         """Send ``tensor``, or zeros, without waiting, except for the end of the previous send."""
         self.flush()
-        if tensor is None:
-            tensor = self.features.empty(self._axis.device).zero_()
-        dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        self._sent = cast(dist.Work, dist.isend(dense, self._rank, self._axis.group)), dense
+        # A copy, as a module may write its next result to the same memory.
+        message = self.features.empty(self._axis.device)
+        message.zero_() if tensor is None else message.copy_(tensor)
+        self._sent = cast(dist.Work, dist.isend(message, self._rank, self._axis.group)), message
 
     def flush(self) -> None:
         """Wait for the end of the last send, and release its memory."""

@@ -117,6 +117,12 @@ def arguments(comm: Communicator) -> None:
         else:
             torch.testing.assert_close(output, z, **exactly)
 
+    # The same memory for every micro-batch's result.
+    buffer = torch.empty(1, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        output = run(FunctionLayer(lambda t: torch.sin(t, out=buffer)), x, line(comm), 4)
+    torch.testing.assert_close(output, comm.rank * x.sin().sin(), **exactly)
+
 
 class Dropped(nn.Module):
     """A module, then dropout; both are recomputed in the backward if ``recompute``."""
