@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 1_130,
+    "pipekernels": 1_120,
     "pipekernels/balance": 520,
     "pipekernels/binding": 320,
-    "pipekernels/comm": 1_750,
+    "pipekernels/comm": 1_720,
     "pipekernels/comm/hosts": 580,
     "pipekernels/comm/join": 570,
     "pipekernels/comm/process_group": 750,
@@ -27,19 +27,19 @@ BUDGETS = {
     "pipekernels/pipeline": 620,
     "pipekernels/pipeline/engine": 1_850,
     "pipekernels/pipeline/placement": 520,
-    "pipekernels/pipeline/schedule": 590,
-    "pipekernels/pipeline/spmd": 880,
+    "pipekernels/pipeline/schedule": 530,
+    "pipekernels/pipeline/spmd": 610,
     "pipekernels/pipeline/stage": 1_920,
     "pipekernels/pipeline/values": 660,
     "pipekernels/tensor_parallel": 2_650,
     "pipekernels/tensor_parallel/arithmetic": 720,
     "pipekernels/tensor_parallel/int8": 360,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 27_100,
+    "tests": 26_990,
     "bench": 5_990,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 22_430, "core": 18_550}
+TOTALS = {"pipekernels": 22_070, "core": 18_190}
 
 
 def lines(files: Iterable[Path]) -> int:
