@@ -21,8 +21,7 @@
 #                   signal protocol; the latter need SPIN (apt-get install spin)
 #   make soak       ten thousand random collectives, a thousand killed ranks (ARGS='--help')
 #   make bench      all benchmarks, then the tables of the pages and the plots (ARGS='micro_batch': some;
-#                   ARGS=--quick: a look in five minutes, with the peers that are there; ARGS='-k
-#                   all_reduce --benchmark-json=PATH': options of pytest and pytest-benchmark)
+#                   ARGS=--quick: a look in five minutes, with the peers that are there)
 #   make peers      what the benchmarks compare with, as far as pip can install it here
 #   make lint       ruff, clang-format, mypy
 #   make docs       the site, from docs/ and docstrings, into build/docs; only where they have changed

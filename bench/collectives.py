@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import harness
-from bench.harness import Measured, Options, Plan
+from bench.harness import Options, Plan, Row
 from bench.peers import groups
 from bench.peers.groups import Group, Session
 from bench.peers.systems import ALGORITHMS, elements
@@ -59,8 +59,6 @@ CONDITIONS = {
     "timing": f"systems in turn, {VISITS} visits to each size, slowest rank, medians; tensors "
     "rewritten before each call, not in calls back to back; turns warmed up, not with 8 ranks",
 }
-
-Row = dict[str, Any]
 
 
 class Visit(NamedTuple):
@@ -139,7 +137,7 @@ def sample(calls: Calls, size: int, visit: int, quick: bool) -> dict[str, list[f
     return {name: samples[name] + more[name] for name in calls}
 
 
-def by_size(session: Session, plan: Plan, quick: bool) -> list[Measured]:
+def by_size(session: Session, plan: Plan, quick: bool) -> list[list[Row]]:
     """Cases of :data:`SIZE_CASES`; bandwidths in GB/s, as nccl-tests defines them."""
     visits: dict[str, list[dict[str, Visit]]] = {case: [] for case in plan}
     for visit in range(1 if quick else VISITS):
@@ -147,7 +145,7 @@ def by_size(session: Session, plan: Plan, quick: bool) -> list[Measured]:
             print(f"{case}, visit {visit + 1}", flush=True)
             work = partial(_visit, *SIZE_CASES[case], names, visit, quick)
             visits[case].append(groups.survived(session, work))
-    return [_measured(case, visits[case]) for case in plan]
+    return [_rows(case, visits[case]) for case in plan]
 
 
 def _visit(
@@ -163,21 +161,20 @@ def _visit(
     }
 
 
-def _measured(case: str, visits: list[dict[str, Visit]]) -> Measured:
+def _rows(case: str, visits: list[dict[str, Visit]]) -> list[Row]:
     size, dtype = SIZE_CASES[case]
-    samples, rows = {}, []
+    rows = []
     for name in visits[0]:
         found = [visit[name] for visit in visits if name in visit]
-        samples[name] = [t for each in found for t in each.times]
-        figures: dict[str, Any] = harness.summary(samples[name])
+        figures: Row = harness.summary([t for each in found for t in each.times])
         figures["algbw"] = size / figures["median"] / 1e9
         figures["busbw"] = figures["algbw"] * 2 * (RANKS - 1) / RANKS
         figures["wrong"] = sum(each.wrong for each in found)
         rows.append(row("sizes", name, found[0].version, size, dtype, **figures))
-    return Measured(case, samples, rows)
+    return rows
 
 
-def back_to_back(session: Session, quick: bool) -> Measured:
+def back_to_back(session: Session, quick: bool) -> list[Row]:
     """Seconds per call in a long row of calls."""
     calls = prepare(session, BACK_TO_BACK_SIZE, "float32", CANDIDATES[IN_A_ROW])
 
@@ -189,14 +186,13 @@ def back_to_back(session: Session, quick: bool) -> Measured:
         {name: lambda name=name: turn(name) for name in calls}, warmup=1, rounds=2 if quick else 15
     )
     where = (BACK_TO_BACK_SIZE, "float32")
-    rows = [
+    return [
         row("back to back", name, calls[name][1], *where, **harness.summary(times))
         for name, times in samples.items()
     ]
-    return Measured(IN_A_ROW, samples, rows)
 
 
-def crowded(session: Session, quick: bool) -> Measured:
+def crowded(session: Session, quick: bool) -> list[Row]:
     """Seconds per call, its 99th percentile, and how many calls were made in the time there was."""
     calls = prepare(session, CROWD_SIZE, "float32", CANDIDATES[CROWDED])
     limit, seconds = (100, 1.0) if quick else (CROWD_CALLS, CROWD_SECONDS)
@@ -220,10 +216,10 @@ def crowded(session: Session, quick: bool) -> Measured:
         figures["p99"] = statistics.quantiles(times, n=100, method="inclusive")[-1]
         figures |= {"calls": len(times), "wrong": wrong[name] + wrong_after[name]}
         rows.append(row("crowded", name, calls[name][1], CROWD_SIZE, "float32", **figures))
-    return Measured(CROWDED, samples, rows)
+    return rows
 
 
-def measure(plan: Plan, options: Options) -> Iterator[Measured]:
+def measure(plan: Plan, options: Options) -> Iterator[list[Row]]:
     """All sizes, then calls back to back, then more ranks than cores."""
     sizes = {case: names for case, names in plan.items() if case in SIZE_CASES}
     if sizes or IN_A_ROW in plan:

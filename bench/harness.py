@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 Turn = Callable[[], "float | Sequence[float] | None"]
+Row = dict[str, Any]  # Of a result file.
 Plan = Mapping[str, Sequence[str]]  # Candidates by case.
 
 
@@ -45,21 +47,6 @@ class Turns(NamedTuple):
     more: Callable[[dict[str, float]], Mapping[str, Mapping[str, Any]]] = lambda medians: {}
     close: Callable[[], object] = lambda: None
     fields: Mapping[str, Any] = {}
-
-
-class Measured(NamedTuple):
-    """One case of a benchmark.
-
-    Attributes:
-        case: its name.
-        samples: of each candidate, in the order of its turns; seconds, unless the module has a
-            ``UNIT``.
-        rows: what the result file says about the case: a row per candidate.
-    """
-
-    case: str
-    samples: Mapping[str, Sequence[float]]
-    rows: list[dict[str, Any]]
 
 
 def alternate(
@@ -107,29 +94,8 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
     }
 
 
-def ratios(samples: Sequence[float], base: Sequence[float]) -> dict[str, float]:
-    """A :func:`summary` of ``base`` over ``samples``, turn by turn."""
-    return summary([theirs / ours for theirs, ours in zip(base, samples, strict=False)])
-
-
-def measured(
-    case: str,
-    samples: Mapping[str, Sequence[float]],
-    more: Callable[[dict[str, float]], Mapping[str, Mapping[str, Any]]] = lambda medians: {},
-    fields: Mapping[str, Any] | None = None,
-) -> Measured:
-    """A case, with a row per candidate: its figures, and the further fields."""
-    figures = {name: summary(found) for name, found in samples.items()}
-    added = more({name: found["median"] for name, found in figures.items()})
-    rows = [
-        {**(fields or {}), "case": case, "candidate": name, **found, **added.get(name, {})}
-        for name, found in figures.items()
-    ]
-    return Measured(case, samples, rows)
-
-
-def measure(module: ModuleType, plan: Plan, options: Options) -> Iterator[Measured]:
-    """The cases of ``plan``, a part of a benchmark's, in its order."""
+def measure(module: ModuleType, plan: Plan, options: Options) -> Iterator[list[Row]]:
+    """The rows of each case of ``plan``, a part of a benchmark's, in its order."""
     if hasattr(module, "measure"):
         yield from module.measure(plan, options)
         return
@@ -139,11 +105,25 @@ def measure(module: ModuleType, plan: Plan, options: Options) -> Iterator[Measur
         try:
             turns = module.turns(case, names, options)
             samples = alternate(turns.runners, warmup=turns.warmup, rounds=turns.rounds)
-            found = measured(case, samples, turns.more, turns.fields)
+            figures = {name: summary(found) for name, found in samples.items()}
+            more = turns.more({name: found["median"] for name, found in figures.items()})
         finally:
             torch.set_num_threads(threads)
             if turns is not None:
                 turns.close()
                 for runner in turns.runners.values():
                     getattr(runner, "close", lambda: None)()
-        yield found
+        yield [
+            {**turns.fields, "case": case, "candidate": name, **found, **more.get(name, {})}
+            for name, found in figures.items()
+        ]
+
+
+def attempt(case: str, measure: Callable[[], list[Row]]) -> list[Row]:
+    """The rows of ``measure``, or one with its error, without the further lines that CUDA adds."""
+    try:
+        return measure()
+    except Exception as error:  # noqa: BLE001 - recorded in the row
+        print(traceback.format_exc(), flush=True)
+        message = "".join(traceback.format_exception_only(error)).splitlines()[0]
+        return [{"case": case, "error": message}]

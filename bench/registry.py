@@ -4,8 +4,8 @@ A benchmark is a module that has
 
 * ``CANDIDATES``: of each case, by its name; ``QUICK``: those of the quick form;
 * ``turns(case, names, options)``: the :class:`bench.harness.Turns` of a case; or, where cases are
-  not measured one after another, ``measure(plan, options)``, which yields a
-  :class:`bench.harness.Measured` for each case of ``plan``, in its order;
+  not measured one after another, ``measure(plan, options)``, which yields the rows of each case of
+  ``plan``, in its order;
 * ``BASE``: the candidate that the others are compared with: what a user would pick instead;
 * ``CONDITIONS``, for the result file and the page made of it;
 * ``COLUMNS``, further fields of rows that a page shows; ``table(rows, others)``, if
@@ -16,10 +16,8 @@ A benchmark is a module that has
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 
-FOLDER = Path(__file__).parent
 # The modules of those on CPU ranks, by name.
 CPU = {
     "collectives": "bench.collectives",
@@ -45,20 +43,8 @@ GPU = {
     "nccl": "bench.gpu.nccl",  # On several.
 }
 OTHERS = {"soak": "bench.report.soak"}  # Tests whose results are on pages.
-OPERATIONS = {"collectives": "all_reduce"}  # What tests are named after, if not the benchmark.
 
 
 def find(name: str) -> ModuleType:
     """The module of ``name``."""
     return importlib.import_module((CPU | GPU | OTHERS)[name])
-
-
-def operation(name: str) -> str:
-    """What the tests of a benchmark are named after."""
-    return OPERATIONS.get(name, name)
-
-
-def unit(name: str) -> str:
-    """The unit of a benchmark's samples."""
-    found: str = getattr(find(name), "UNIT", "seconds")
-    return found

@@ -9,57 +9,36 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
 from bench import harness, records, registry
-from bench.harness import Options
-from bench.report.tables import table
-
-Row = dict[str, Any]
-
-
-def attempt(case: Row, measure: Callable[[], list[Row]]) -> list[Row]:
-    """The rows of ``measure``, or one with its error, without the further lines that CUDA adds."""
-    try:
-        return measure()
-    except Exception as error:  # noqa: BLE001 - recorded in the result
-        print(traceback.format_exc(), flush=True)
-        message = "".join(traceback.format_exception_only(error)).splitlines()[0]
-        return [{**case, "error": message}]
+from bench.harness import Options, Row
+from bench.report import pages
 
 
 def run(module: ModuleType, options: Options) -> Iterator[list[Row]]:
-    """The rows of each case, as far as there is time for it: a module's ``SHARES`` are what cases
-    that begin so may take; its ``before(options)`` gives rows as well, ``rows(case, options)``
-    those of a case without turns, and ``agreed(rows, options)`` those that all ranks agree on."""
+    """The rows of each case, as far as there is time for it: a module's ``before(options)`` gives
+    rows as well, and ``agreed(rows, options)`` those that all ranks agree on."""
     begin = time.monotonic()
-    shares = getattr(module, "SHARES", {})
     agreed = getattr(module, "agreed", lambda rows, options: rows)
     if hasattr(module, "before"):
-        yield attempt({"case": "before"}, lambda: module.before(options))
+        yield harness.attempt("before", lambda: module.before(options))
     left_out = 0
     for case, names in (module.GPU_QUICK if options.quick else module.GPU).items():
-        share = next((shares[start] for start in shares if case.startswith(start)), 1.0)
-        if time.monotonic() - begin > share * options.seconds:
+        if time.monotonic() - begin > options.seconds:
             left_out += 1
             continue
-
-        def measure(case: str = case, names: Any = names) -> list[Row]:
-            if hasattr(module, "rows"):
-                return list(module.rows(case, options))
-            return next(harness.measure(module, {case: names}, options)).rows
-
-        yield agreed(attempt({"case": case}, measure), options)
+        measure = harness.measure(module, {case: names}, options)
+        yield agreed(harness.attempt(case, functools.partial(next, measure)), options)
     if left_out:
         yield [{"note": f"{left_out} cases are left out: there was no time for them."}]
 
@@ -93,7 +72,9 @@ def main() -> int:
     path: Path | None = None
     tell = functools.partial(print, flush=True) if rank == 0 else (lambda *text: None)
     tell(f"{args.name}: {(module.__doc__ or '').splitlines()[0]}\n")
-    for found in run(module, Options(args.quick, args.device, args.seconds)):
+    # Ranks that wait for each other measure all cases, however long it takes.
+    seconds = math.inf if hasattr(module, "world") else args.seconds
+    for found in run(module, Options(args.quick, args.device, seconds)):
         rows += found
         for row in found:
             tell({key: row[key] for key in row if key != "error"})
@@ -101,8 +82,7 @@ def main() -> int:
             path = records.save(name, rows, module.CONDITIONS)
     failed = [row for row in rows if "error" in row]
     wrong = sum(row.get("wrong", 0) for row in rows)
-    columns = getattr(module, "COLUMNS", ())
-    tell(f"\n{table(rows, [], module.BASE, columns=columns)}\n\n{path or ''}")
+    tell(f"\n{pages.body(name, rows)}\n\n{path or ''}")
     tell(f"{wrong} elements are wrong; {len(failed)} cases failed")
     if failed:
         tell(f"the first with: {failed[0]['error']}")

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from bench.gpu.threads import ALGORITHMS, Threads, contents, expected
-from bench.harness import Options
+from bench.harness import Options, Plan, Row
 from bench.timing import synchronize
 
 CALLS = 100_000
@@ -30,15 +30,15 @@ CONDITIONS = {
 }
 
 
-def rows(case: str, options: Options) -> list[dict[str, Any]]:
-    """What a number of ranks has done."""
-    limit, begin = 2 * BATCH if options.quick else CALLS, time.monotonic()
-    seconds = PARTS[case] * options.seconds
-    with contextlib.closing(Threads(int(case.split()[0]), options.device)) as threads:
-        calls, wrong = soak(threads, limit, begin + seconds)
-    took = time.monotonic() - begin
-    note = f"{case}: {calls} all-reduces in {took:.0f} s, {wrong} wrong elements."
-    return [{"case": case, "calls": calls, "wrong": wrong, "seconds": took, "note": note}]
+def measure(plan: Plan, options: Options) -> Iterator[list[Row]]:
+    """What each number of ranks has done."""
+    for case in plan:
+        limit, begin = 2 * BATCH if options.quick else CALLS, time.monotonic()
+        with contextlib.closing(Threads(int(case.split()[0]), options.device)) as threads:
+            calls, wrong = soak(threads, limit, begin + PARTS[case] * options.seconds)
+        took = time.monotonic() - begin
+        note = f"{case}: {calls} all-reduces in {took:.0f} s, {wrong} wrong elements."
+        yield [{"case": case, "calls": calls, "wrong": wrong, "seconds": took, "note": note}]
 
 
 def soak(threads: Threads, limit: int, deadline: float) -> tuple[int, int]:

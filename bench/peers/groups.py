@@ -26,9 +26,8 @@ PEERS = ROOT / ".venv" / "peers"  # Made by `make peers`.
 IDLE_LOAD = 0.02  # Cores that a rank may keep busy while it waits.
 PATIENCE = 10.0  # Seconds for a process to exit by itself, and again after SIGTERM.
 
-OURS = Path(sys.executable)
 # The Python of each system, and for MPI the launcher of all its ranks.
-PYTHONS = dict.fromkeys(("pipekernels", "Gloo", "streaming"), OURS) | {
+PYTHONS = dict.fromkeys(("pipekernels", "Gloo", "streaming"), Path(sys.executable)) | {
     "DeepSpeed": PEERS / "deepspeed/bin/python",
     "MPICH": PEERS / "mpich/bin/python",
     "Open MPI": PEERS / "openmpi/bin/python",
@@ -56,7 +55,7 @@ class GroupError(RuntimeError):
     def __init__(self, system: str, reason: str) -> None:
         super().__init__(f"{system}: {reason}")
         self.system = system
-        self.is_ours = PYTHONS[system] == OURS  # So that the failure is not a peer's.
+        self.is_ours = system in ("pipekernels", "streaming")
 
 
 class Group:
@@ -181,7 +180,7 @@ def session(systems: list[str], ranks: int) -> Iterator[Session]:
     """All ``systems`` that are installed and start; prints why others are left out.
 
     Raises:
-        GroupError: a system of our own Python does not start.
+        GroupError: ours, or the bound, does not start.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
@@ -217,7 +216,7 @@ def survived(session: Session, work: Callable[[Session], Any]) -> Any:
     """``work(session)``; if a peer fails, removes it from the session and repeats the work.
 
     Raises:
-        GroupError: a system of our own Python failed.
+        GroupError: ours, or the bound, failed.
     """
     while True:
         try:

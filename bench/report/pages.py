@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import records, registry
+from bench.harness import Row
 from bench.report import summary
 from bench.report.tables import table
 
@@ -36,22 +37,26 @@ def ordered(found: Sequence[Mapping[str, Any]], plan: Mapping[str, Sequence[str]
 
 def render(found: Sequence[Mapping[str, Any]]) -> str:
     """The result files of a benchmark as Markdown: one machine's table, and its conditions."""
-    module = registry.find(found[0]["name"])
-    cases = "GPU" if found[0]["name"].startswith("gpu.") else "CANDIDATES"
-    record, *others = ordered(found, getattr(module, cases, {}))
-    rows = [other["rows"] for other in others]
-    if hasattr(module, "table"):
-        body = module.table(record["rows"], rows)
-    else:
-        unit, columns = registry.unit(record["name"]), getattr(module, "COLUMNS", ())
-        wide = record["name"].startswith(getattr(module, "WIDE", "nothing"))
-        body = table(record["rows"], rows, module.BASE, unit, columns, wide)
+    name = found[0]["name"]
+    cases = "GPU" if name.startswith("gpu.") else "CANDIDATES"
+    record, *others = ordered(found, getattr(registry.find(name), cases, {}))
+    text = body(name, record["rows"], [other["rows"] for other in others])
     how = "; ".join(f"{key}: {value}" for key, value in record["conditions"].items())
     note = f"*{record['date']}, commit {record['commit']}. {how}.*"
     if others:
         names = dict.fromkeys(other["machine"]["cpu"] for other in others)
         note += f"\n\n*Measured on {'; '.join(names)} as well.*"
-    return f"**{_machine(record)}**\n\n{body}\n\n{note}"
+    return f"**{_machine(record)}**\n\n{text}\n\n{note}"
+
+
+def body(name: str, rows: list[Row], others: Sequence[list[Row]] = ()) -> str:
+    """The table of a benchmark on one machine, with the ranges of ratios over the others."""
+    module = registry.find(name)
+    if hasattr(module, "table"):
+        return str(module.table(rows, others))
+    unit, columns = getattr(module, "UNIT", "seconds"), getattr(module, "COLUMNS", ())
+    wide = name.startswith(getattr(module, "WIDE", "nothing"))
+    return table(rows, others, module.BASE, unit, columns, wide)
 
 
 def _machine(record: Mapping[str, Any]) -> str:

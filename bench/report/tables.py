@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from bench.harness import Row
+
 FORMATS = {"of bound": ".0%", "hidden": ".0%", "GB/s": ".0f"} | dict.fromkeys(
     ("algbw", "busbw", "loss", "TFLOP/s", "error / cublas"), ".4g"
 )
