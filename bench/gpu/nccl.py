@@ -7,8 +7,6 @@ rank's result is compared, before and after.
 * Collectives have the columns of nccl-tests; in place and out of place only where ours have both.
 * The layer is that of Llama-70B's MLP: cuBLAS, then the sum. It is checked with zeros and ones, so
   few that sums are exact in bfloat16, and timed with random numbers.
-* Symmetric tensors are compared with torch's symmetric memory and NCCL's symmetric kernels as well
-  (:mod:`bench.gpu.nccl_peers`).
 * The pipe is over all GPUs in rank 0; ``.to`` hands each micro-batch on by
   ``x.to(device, non_blocking=True)``. Both must give the same bits.
 """
@@ -28,14 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.gpu.nccl_peers import (
-    OURS,
-    WARMUP,
-    Calls,
-    Case,
-    Ranks,
-    without_peers,
-)
+from bench.gpu.ranks import OURS, WARMUP, Buffers, Calls, Ranks
 from bench.harness import Options, Turns
 from bench.processes import repeated
 from bench.timing import bus, synchronize
@@ -82,7 +73,6 @@ def cases(
 
 
 GPU = cases(SIZES, ("bfloat16", "float32"), (1, 16, 256, 1024, 4096), (16, 256, 2048))
-SHARES = {"": math.inf}  # All ranks measure all cases, however long it takes.
 GPU_QUICK = cases((1 << 10, 1 << 16), ("bfloat16",), (3,), (2,))
 
 
@@ -152,10 +142,8 @@ def before(options: Options) -> list[dict[str, Any]]:
     ranks = joined(options.device.type)
     if ranks.peer == "NCCL":
         CONDITIONS["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    left_out = without_peers(ranks)
-    notes = [{"note": f"{name} is left out: {why}"} for name, why in left_out.items()]
     if ranks.communicator is not None:
-        return notes
+        return []
     note = (
         f"No peer access between GPUs {', '.join(pairs_without_access())}: our collectives read "
         "the memory of other GPUs, so they and our row-parallel layer are left out, and "
@@ -163,7 +151,7 @@ def before(options: Options) -> list[dict[str, Any]]:
         "pinned memory of the host. (`nvidia-smi topo -p2p r` shows which GPUs can read each "
         "other; some virtual machines prevent it.)"
     )
-    return [*notes, {"note": note}]
+    return [{"note": note}]
 
 
 def agreed(rows: list[dict[str, Any]], options: Options) -> list[dict[str, Any]]:
@@ -189,17 +177,16 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
         return of_layer(int(details[0].split()[0]), ranks, quick)
     tensor, place, size, dtype = details
     symmetric, in_place = tensor.startswith("symmetric"), place.startswith("in")
-    found = Case(kind, int(size.split()[0]), getattr(torch, dtype), ranks, symmetric, in_place)
-    buffers = found.buffers
+    buffers = Buffers(kind, int(size.split()[0]), getattr(torch, dtype), ranks, symmetric, in_place)
+    calls = buffers.calls()
     fields = {
         "part": f"{kind}; {ranks.ranks} ranks",
         "size": buffers.whole.nbytes,
         "count": buffers.part if buffers.shared else buffers.count,
         "redop": "sum" if "reduce" in kind else "none",
     }
-    busbw = bus(kind, ranks.ranks)
-    turns = compared(found.calls, found.wrong, fields, ranks, busbw, quick)
-    return turns._replace(close=found.close)
+    wrong = lambda name: buffers.wrong(calls[name])
+    return compared(calls, wrong, fields, ranks, bus(kind, ranks.ranks), quick)
 
 
 def compared(

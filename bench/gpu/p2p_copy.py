@@ -11,9 +11,7 @@ at all. ``.to`` is torch's own, on one stream.
 * ``Pipe``: a first stage on the CPU that does nothing, a second one on the GPU.
 * Device map: a CPU model with a module on the GPU, ``parallelize_pipeline(..., chunks=...)``.
 * Hand-over: the calling thread's time to issue the copies of small tensors, by an edge and by
-  torch's streams and ``copy_``: between two GPUs, or to the only one.
-* Overlap: a batch of small tensors, copied beside products on the source (or the only GPU), with
-  and without the flag by which CUDA is asked to overlap copies with kernels.
+  torch's streams and ``copy_``: between two GPUs, or to the only one from pinned memory.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from bench.harness import Options, Turns
 from bench.timing import call_seconds, synchronize
 from pipekernels import Pipe, ops, parallelize_pipeline, unparallelize_pipeline
 from pipekernels.device import streams
-from pipekernels.device.edge import Edge, edge
+from pipekernels.device.edge import edge
 
 CHUNKS = 16  # The first copy to the GPU, or the last one to the host, has nothing to hide behind.
 WIDTH = 4096
@@ -40,7 +38,6 @@ ROWS = (256, 2048)  # of a micro-batch
 LONGER = 1.5  # times as long as its copy, the compute on a micro-batch
 PRODUCTS = 16  # in a row, of which one's time is taken: launches of later ones cost nothing
 HAND_OVERS = 20  # in a sample
-BATCH = 8  # tensors that are copied at once
 HOST = torch.device("cpu")
 APART = ("copies", "compute", "both")
 GPU = {
@@ -49,14 +46,10 @@ GPU = {
     for way in ("to the GPU", "to the GPU from pinned memory", "to the host", "Pipe", "device map")
 }
 GPU |= {f"hand-over of {count}": ("edge", "torch") for count in (1, 8)}
-GPU |= {
-    f"overlap of {BATCH} x {kib} KiB": (*APART, "no flag")
-    for kib in (16, 256, 1024, 4096)  # The last two are at the limit and beyond it.
-}
 GPU_QUICK = {
     f"{case.partition(',')[0]}, 4 rows": names for case, names in GPU.items() if "," in case
 }
-BASE = (".to", "torch", "no flag")
+BASE = (".to", "torch")
 COLUMNS = ("hidden",)
 CONDITIONS = {
     "micro-batches": f"{CHUNKS}, of [rows, {WIDTH}] in bfloat16",
@@ -178,40 +171,12 @@ class ByTorch:
         return copies
 
 
-def sources_of(count: int, elements: int, target: torch.device) -> list[Tensor]:
-    """Tensors on another GPU, or in pinned memory."""
-    if torch.cuda.device_count() > 1:
-        source = torch.device("cuda", (target.index or 0) ^ 1)
-        return [torch.ones(elements, device=source) for _ in range(count)]
-    return [torch.ones(elements).pin_memory() for _ in range(count)]
-
-
-def of_flag(kib: int, target: torch.device) -> Ways:
-    """A batch, and products on the GPU that it is copied by, with and without the flag."""
-    tensors = sources_of(BATCH, kib << 8, target)
-    source = tensors[0].device
-    gpu = target if source == HOST else source
-    x = torch.randn(ROWS[0], WIDTH, device=gpu).to(torch.bfloat16)
-    with_flag, without = Edge(source, target, 1 << 40), Edge(source, target, 0)
-    body = calibrated(lambda: with_flag.send(tensors)[1].wait(), x, gpu)
-
-    def beside(way: Edge) -> None:
-        arrival = way.send(tensors)[1]
-        body(x)
-        arrival.wait()
-
-    return {
-        "copies": lambda: with_flag.send(tensors)[1].wait(),
-        "compute": lambda: body(x),
-        "both": lambda: beside(with_flag),
-        "no flag": lambda: beside(without),
-    }
-
-
 def of_host(count: int, target: torch.device) -> dict[str, Callable[[], float]]:
     """The calling thread's seconds for a hand-over of ``count`` tensors."""
-    tensors = sources_of(count, 1024, target)
-    source = tensors[0].device
+    source = HOST
+    if torch.cuda.device_count() > 1:
+        source = torch.device("cuda", (target.index or 0) ^ 1)
+    tensors = [torch.ones(1024, device=source, pin_memory=source == HOST) for _ in range(count)]
     way = edge(source, target)
     by_torch = ByTorch(source, target)
 
@@ -238,7 +203,7 @@ def hidden(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
     apart = medians["copies"] + medians["compute"]
     return {
         name: {"hidden": (apart - medians[name]) / medians["copies"]}
-        for name in ("both", ".to", "no flag")
+        for name in ("both", ".to")
         if name in medians
     }
 
@@ -249,11 +214,9 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
         return Turns(of_host(int(case.split()[-1]), options.device), 1, 51)
     way, _, rows = case.partition(", ")
     width = 64 if options.quick else WIDTH
-    one = torch.randn(int(rows.split()[0]) if rows else 1, width).to(torch.bfloat16)
+    one = torch.randn(int(rows.split()[0]), width).to(torch.bfloat16)
     close: Callable[[], object] = dict
-    if way.startswith("overlap"):
-        ways = of_flag(int(way.split()[-2]), options.device)
-    elif way in ("Pipe", "device map"):
+    if way in ("Pipe", "device map"):
         ways, close = of_model(way, one, options.device)
     else:
         ways = of_operation(way, one, options.device)

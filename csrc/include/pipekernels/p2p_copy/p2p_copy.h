@@ -13,8 +13,7 @@ constexpr int kHost = -1;  // the CPU, as the device of an edge
 
 // Batches of copies of at most this many bytes each ask the driver to overlap them with kernels: it
 // may copy few bytes by a kernel, which would take multiprocessors from the stages. How it copies
-// more is left to the driver. An estimate, which no GPU has measured; `python -m bench.gpu
-// p2p_copy` compares copies with and without that.
+// more is left to the driver. An estimate, which no GPU has measured.
 constexpr size_t kOverlapBytes = 1 << 20;
 
 // Points in streams that others can wait for; none in a new ticket. When the last copy of a ticket
