@@ -26,11 +26,11 @@
 #   make lint       ruff, clang-format, mypy
 #   make docs       the site, from docs/ and docstrings, into build/docs; only where they have changed
 #   make cuda-check every CUDA file for sm_80, sm_90 and sm_100; needs a CUDA toolkit, no GPU
-#   make gpu-check  smoke cases, tests, benchmarks and memory checks on this machine's GPU, in 8
-#                   minutes, with the Python that is there (PYTHON=...; ARGS=--built: without the
-#                   build, on the extension that is there; ARGS=--dry-run: without a GPU)
-#   make bench-nccl collectives, the row-parallel layer and pipes on 2 to 8 GPUs, in turn with NCCL;
-#                   with the Python that is there (ARGS='--quick': tiny cases)
+#   make gpu-check  tests, benchmarks and memory checks on this machine's GPU, in 8 minutes, with the
+#                   Python that is there (PYTHON=...; ARGS=--built: without the build, on the
+#                   extension that is there; ARGS=--dry-run: without a GPU)
+#   make bench-nccl collectives on 2 to 8 GPUs, in turn with NCCL, and pipes; with the Python that is
+#                   there (ARGS='--quick': tiny cases)
 #   make wheel      the source distribution and, from it, the wheel, by ordinary isolated builds into
 #                   build/wheel; then the wheel tried in its own environment. Only where what it
 #                   is made of has changed
@@ -220,7 +220,7 @@ gpu-check:
 
 bench-nccl:
 	$(PYTHON) csrc/cmake/build_extension.py
-	$(PYTHON) -m bench.gpu nccl $(ARGS)
+	$(PYTHON) -m bench nccl $(ARGS)
 
 # Without CUDA unless PIPEKERNELS_CUDA says so, like the wheels that are published: all is compiled
 # anew. The new environment borrows torch, which is large.

@@ -12,12 +12,13 @@ when its slowest rank is done. Sums are checked before and after.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench import harness
 from bench.harness import Options, Plan, Row
@@ -61,14 +62,8 @@ CONDITIONS = {
 }
 
 
-class Visit(NamedTuple):
-    """What one candidate did in one visit."""
-
-    version: str
-    times: list[float]  # Seconds of each call.
-    wrong: int  # Elements, before and after.
-
-
+# By candidate: its version, the seconds of each call, and the number of wrong elements.
+Visit = dict[str, tuple[str, list[float], int]]
 Calls = dict[str, tuple[Group, str]]  # By candidate: who makes them, and in which version.
 
 
@@ -139,7 +134,7 @@ def sample(calls: Calls, size: int, visit: int, quick: bool) -> dict[str, list[f
 
 def by_size(session: Session, plan: Plan, quick: bool) -> list[list[Row]]:
     """Cases of :data:`SIZE_CASES`; bandwidths in GB/s, as nccl-tests defines them."""
-    visits: dict[str, list[dict[str, Visit]]] = {case: [] for case in plan}
+    visits: dict[str, list[Visit]] = {case: [] for case in plan}
     for visit in range(1 if quick else VISITS):
         for case, names in plan.items():
             print(f"{case}, visit {visit + 1}", flush=True)
@@ -150,27 +145,27 @@ def by_size(session: Session, plan: Plan, quick: bool) -> list[list[Row]]:
 
 def _visit(
     size: int, dtype: str, names: Sequence[str], visit: int, quick: bool, session: Session
-) -> dict[str, Visit]:
+) -> Visit:
     calls = prepare(session, size, dtype, names)
     wrong = check(calls)
     samples = sample(calls, size, visit, quick)
     wrong_after = check(calls)
     return {
-        name: Visit(version, samples[name], wrong[name] + wrong_after[name])
+        name: (version, samples[name], wrong[name] + wrong_after[name])
         for name, (_, version) in calls.items()
     }
 
 
-def _rows(case: str, visits: list[dict[str, Visit]]) -> list[Row]:
+def _rows(case: str, visits: list[Visit]) -> list[Row]:
     size, dtype = SIZE_CASES[case]
     rows = []
     for name in visits[0]:
-        found = [visit[name] for visit in visits if name in visit]
-        figures: Row = harness.summary([t for each in found for t in each.times])
+        versions, times, wrong = zip(*(v[name] for v in visits if name in v), strict=True)
+        figures: Row = harness.summary([*itertools.chain(*times)])
         figures["algbw"] = size / figures["median"] / 1e9
         figures["busbw"] = figures["algbw"] * 2 * (RANKS - 1) / RANKS
-        figures["wrong"] = sum(each.wrong for each in found)
-        rows.append(row("sizes", name, found[0].version, size, dtype, **figures))
+        figures["wrong"] = sum(wrong)
+        rows.append(row("sizes", name, versions[0], size, dtype, **figures))
     return rows
 
 

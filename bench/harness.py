@@ -119,11 +119,12 @@ def measure(module: ModuleType, plan: Plan, options: Options) -> Iterator[list[R
         ]
 
 
-def attempt(case: str, measure: Callable[[], list[Row]]) -> list[Row]:
-    """The rows of ``measure``, or one with its error, without the further lines that CUDA adds."""
+def attempted(case: str, found: Iterator[list[Row]]) -> Iterator[list[Row]]:
+    """The rows of ``found``; if it fails, the last one has its error, without the further lines
+    that CUDA adds."""
     try:
-        return measure()
+        yield from found
     except Exception as error:  # noqa: BLE001 - recorded in the row
         print(traceback.format_exc(), flush=True)
         message = "".join(traceback.format_exception_only(error)).splitlines()[0]
-        return [{"case": case, "error": message}]
+        yield [{"case": case, "error": message}]

@@ -16,6 +16,7 @@ A benchmark is a module that has
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 # The modules of those on CPU ranks, by name.
@@ -33,7 +34,7 @@ CPU = {
     "torch_distributed": "bench.distributed.calls",
     "train_step": "bench.pipeline.train_step",
 }
-# Those on one GPU, with cases ``GPU`` and ``GPU_QUICK``; see bench/gpu/__main__.py.
+# Those on one GPU, with cases ``GPU`` and ``GPU_QUICK``.
 GPU = {
     "gpu.micro_batch": "bench.micro_batch",
     **{
@@ -43,6 +44,13 @@ GPU = {
     "nccl": "bench.gpu.nccl",  # On several.
 }
 OTHERS = {"soak": "bench.report.soak"}  # Tests whose results are on pages.
+
+
+def plan(name: str, quick: bool) -> Mapping[str, Sequence[str]]:
+    """The candidates of each case of a benchmark."""
+    field = ("GPU", "GPU_QUICK") if name in GPU else ("CANDIDATES", "QUICK")
+    found: Mapping[str, Sequence[str]] = getattr(find(name), field[quick], {})
+    return found
 
 
 def find(name: str) -> ModuleType:

@@ -120,15 +120,11 @@ class Calls:
 
 def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     """All candidates, with new communicators: others may have failed."""
-    _, ranks, size, dtype = (part.split()[0] for part in case.split(", "))
-    return by_threads(int(ranks), int(size), getattr(torch, dtype), options)
-
-
-def by_threads(ranks: int, size: int, dtype: torch.dtype, options: Options) -> Turns:
-    """All candidates, for one size."""
+    _, *sizes, dtype = (part.split()[0] for part in case.split(", "))
+    ranks, size = map(int, sizes)
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(contextlib.closing(Threads(ranks, options.device)))
-        calls = Calls(threads, size, dtype)
+        calls = Calls(threads, size, getattr(torch, dtype))
         wrong = {}
         source = torch.ones(ranks * size, dtype=torch.uint8, device=options.device)
         copy = functools.partial(torch.empty_like(source).copy_, source)

@@ -1,9 +1,8 @@
 """``make gpu-check``: builds for the local GPU, then tests, measures and checks, in 8 minutes.
 
-After the build some tests tell within a minute what works at all. All tests marked ``cuda`` are
-next.
-Benchmarks then have the machine for themselves, and compute-sanitizer, the slowest, comes last:
-what it finds is shown, and fails nothing.
+After the build all tests marked ``cuda`` are run, the most telling first. Benchmarks then have the
+machine for themselves, and compute-sanitizer, the slowest, comes last: what it finds is shown, and
+fails nothing.
 
 Uses the Python that starts it, which needs torch with CUDA, pytest, pytest-timeout, hypothesis,
 pybind11, CMake and Ninja, but no network. With pytest-xdist, a test that hangs or crashes affects
@@ -36,8 +35,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-u"]
@@ -47,9 +46,7 @@ SHARES = {
     "build": 110,
     "kernels": 5,
     "extension": 5,
-    "smoke": 45,
-    "info": 10,
-    "tests": 95,
+    "tests": 150,
     "gpu.micro_batch": 20,
     "gpu.pipe": 25,
     "gpu.all_reduce": 35,
@@ -69,8 +66,7 @@ import json, torch
 from bench import records
 assert torch.cuda.is_available(), f"torch {torch.__version__} sees no CUDA GPU"
 gpu = torch.cuda.get_device_properties(0)
-found = {"architecture": f"{gpu.major}{gpu.minor}", "sms": gpu.multi_processor_count}
-print(json.dumps(found | {"folder": str(records.results_folder())}))
+print(json.dumps([str(records.results_folder()), f"{gpu.major}{gpu.minor}"]))
 """
 IMPORT = """
 from pipekernels import _backend
@@ -81,29 +77,11 @@ print("note: for", built.get("cuda_architectures"), "by CUDA", built.get("cuda_v
 SKIPPED = 77  # exit status of a command that cannot run here; its last line says why
 PATIENCE = 5.0  # seconds to print stacks after a timeout, and to die
 ENDING = 10  # seconds of a benchmark's share that are reserved for its end
-SMOKE_SECONDS = 40  # for a test
-GEMM = "tests/local_ops/test_sharded_gemm.py"
-CONFIGURATION = f"{GEMM}::test_every_configuration_on_a_gpu[{{kind}}-forward-many-cuda]"
-COLLECTIVES = "tests/comm/test_cuda_collectives.py"
-# Tests that tell what works at all; in a dry run those that CPUs have as well.
-SMOKE = [
-    "tests/local_ops/test_p2p_copy.py::test_any_strides[{device}-transposed]",
-    "tests/local_ops/test_micro_batch.py::test_results_own_their_memory[{device}]",
-    "tests/comm/test_all_reduce.py::test_random_calls_on_threads[{device}-2]",
-    "tests/comm/test_all_reduce.py::test_random_calls_on_processes[{device}-2]",
-    *(
-        CONFIGURATION.replace("{kind}", kind)
-        for kind in ("bfloat16", "float16", "tfloat32", "float32")
-    ),
-    f"{GEMM}::test_float8[{{device}}-False-out_dtype0]",
-    f"{COLLECTIVES}::test_captured_and_replayed[run_processes-cuda]",
-    f"{COLLECTIVES}::test_a_late_process_is_named_and_the_context_stays_usable[run_processes-cuda]",
-]
 # Files whose tests are run first: kernels that were least tested without a GPU.
 FIRST = [
-    COLLECTIVES,
+    "tests/comm/test_cuda_collectives.py",
     "tests/comm/test_all_reduce.py",
-    GEMM,
+    "tests/local_ops/test_sharded_gemm.py",
     "tests/local_ops/test_p2p_copy.py",
     "tests/tensor_parallel/test_linear.py",
 ]
@@ -111,12 +89,11 @@ PYTEST = [*PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-rfE", "--tb
 CORES = len(os.sched_getaffinity(0))
 TEST_SECONDS = 90  # for one test; a few start processes that each load torch and CUDA
 TOGETHER = 8  # tests at the same time
-SMOKE_TOGETHER = 4
 # Ranks that are processes take turns on the GPU, with each other and with whatever else uses it.
-MARKED = {
-    "tests": ("cuda and not processes", TOGETHER),
-    "tests of ranks": ("cuda and processes", 1),
-}
+MARKED = [
+    ("tests", "cuda and not processes", TOGETHER),
+    ("tests of ranks", "cuda and processes", 1),
+]
 # What pytest -v prints of a test, with pytest-xdist and without.
 TESTED = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] |tests\S+::.* )(PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE
@@ -138,8 +115,7 @@ OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The outcome of a step.
 
     Attributes:
@@ -153,7 +129,7 @@ class Outcome:
 
     name: str
     status: str
-    seconds: float
+    seconds: float = 0.0
     note: str = ""
     output: str = ""
 
@@ -176,7 +152,7 @@ def run_step(
     """
     begin = time.monotonic()
     if deadline <= begin:
-        return Outcome(name, "not run", 0.0, "no time was left for it")
+        return Outcome(name, "not run", note="no time was left for it")
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     with tempfile.TemporaryFile("w+", errors="replace") as file:
         process = subprocess.Popen(
@@ -219,15 +195,14 @@ class Check:
     Args:
         folder: where results go.
         architecture: of the GPU, such as ``'90'``.
-        sms: its number of multiprocessors.
         dry: whether there is no GPU.
     """
 
-    def __init__(self, folder: Path, architecture: str, sms: int, *, dry: bool = False) -> None:
+    def __init__(self, folder: Path, architecture: str, *, dry: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.outcomes: list[Outcome] = []
         self.sanitized: list[Outcome] = []
-        self._folder, self._architecture, self._sms, self._dry = folder, architecture, sms, dry
+        self._folder, self._architecture, self._dry = folder, architecture, dry
         self._log = (folder / "gpu_check.log").open("w")
         self._lock = threading.Lock()
         self._begin = time.monotonic()
@@ -238,13 +213,11 @@ class Check:
         if not built:
             self.build()
         if self.step("extension", [*PYTHON, "-c", IMPORT.format(dry=self._dry)]).good:
-            self.smoke()
-            self.step("info", [*PYTHON, "-m", "pipekernels", "info"])
             self.tests()
             for name in SHARES:
                 if name.startswith("gpu."):
                     seconds = max(1, int(self._deadline(name) - time.monotonic()) - ENDING)
-                    command = [*PYTHON, "-m", "bench.gpu", name.removeprefix("gpu.")]
+                    command = [*PYTHON, "-m", "bench", name]
                     dry = ["--quick", "--device", "cpu"] if self._dry else []
                     self.step(name, [*command, "--seconds", str(seconds), *dry])
             self.sanitizers()
@@ -268,28 +241,19 @@ class Check:
             compiled.write_text(outcome.output)
             self.step("kernels", [*PYTHON, "csrc/cmake/kernel_report.py", str(compiled)])
 
-    def smoke(self) -> None:
-        """Some tests, a few at a time."""
-        device = "cpu" if self._dry else "cuda"
-        names = [test for test in SMOKE if "{device}" in test or not self._dry]
-        tests = [test.replace("{device}", device) for test in names]
-        command = pytest_command(SMOKE_SECONDS, [*apart(SMOKE_TOGETHER), *tests])
-        self._keep(tested(run_step("smoke", command, {}, self._deadline("smoke")), must_run=True))
-
     def tests(self) -> None:
         """The tests, several at a time, but one of those that start ranks."""
-        files = cuda_files()
-        if self._dry:  # For hours, on few cores; and files enough to see that they run.
-            files = FIRST
-        commands = {
-            name: pytest_command(TEST_SECONDS, ["-m", marked, *apart(together), *files])
-            for name, (marked, together) in MARKED.items()
-        }
+        # All of them would take hours on few cores; these are enough to see that they run.
+        files = FIRST if self._dry else cuda_files()
         deadline = self._deadline("tests")
+
+        def run(name: str, marked: str, together: int) -> Outcome:
+            command = pytest_command(TEST_SECONDS, together, ["-m", marked, *files])
+            return run_step(name, command, {}, deadline)
+
         with ThreadPoolExecutor() as pool:
-            running = [pool.submit(run_step, *each, {}, deadline) for each in commands.items()]
-            for each in running:
-                self._keep(tested(each.result(), must_run=not self._dry))
+            for outcome in pool.map(run, *zip(*MARKED, strict=True)):
+                self._keep(tested(outcome, must_run=not self._dry))
 
     def sanitizers(self) -> None:
         """compute-sanitizer, all runs at the same time."""
@@ -302,13 +266,13 @@ class Check:
         path = f"{os.environ.get('PATH', '')}:{toolkit}/bin"
         program = None if self._dry else shutil.which("compute-sanitizer", path=path)
         if program is None:
-            return Outcome(name, "skipped", 0.0, "there is no compute-sanitizer")
+            return Outcome(name, "skipped", note="there is no compute-sanitizer")
         command = [program, "--tool", tool, "--error-exitcode", "86", *OPTIONS[tool]]
         command += [*PYTHON, "-m", "bench.gpu.sanitized", *parts]
         outcome = run_step(name, command, environment, self._deadline("sanitizers"))
         self._write(f"\n==== {name}\n{outcome.output}")
         if "Device not supported" in outcome.output:
-            return replace(outcome, status="skipped", note="it does not support this machine")
+            return outcome._replace(status="skipped", note="it does not support this machine")
         return outcome
 
     def finish(self) -> bool:
@@ -345,17 +309,13 @@ def cuda_files() -> list[str]:
     return [*FIRST, *sorted({str(path.relative_to(ROOT)) for path in found} - {*FIRST})]
 
 
-def pytest_command(seconds: int, arguments: Sequence[str]) -> list[str]:
-    """Run these tests, each of which may take so long."""
+def pytest_command(seconds: int, together: int, arguments: Sequence[str]) -> list[str]:
+    """Run these tests, each of which may take so long, by so many workers, which are replaced when
+    a test ends one, if pytest-xdist is there."""
     limits = ["--timeout", str(seconds), "--timeout-method", "thread"]
+    if importlib.util.find_spec("xdist") is not None:
+        limits += ["-n", str(min(together, CORES))]
     return [*PYTEST, "--continue-on-collection-errors", *limits, *arguments]
-
-
-def apart(together: int) -> list[str]:
-    """So many workers, which are replaced when a test ends one, if pytest-xdist is there."""
-    if importlib.util.find_spec("xdist") is None:
-        return []
-    return ["-n", str(min(together, CORES))]
 
 
 def tested(outcome: Outcome, *, must_run: bool) -> Outcome:
@@ -370,7 +330,7 @@ def tested(outcome: Outcome, *, must_run: bool) -> Outcome:
         status, note = "not run", f"{note}; no time was left for the others"
     elif status == "passed" and not counts["PASSED"]:
         status = "failed" if must_run else "skipped"
-    return replace(outcome, status=status, note=note)
+    return outcome._replace(status=status, note=note)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -380,7 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, in build/gpu-check")
     args = parser.parse_args(arguments)
     if args.dry_run:
-        dry = Check(ROOT / "build" / "gpu-check", "90", 132, dry=True)
+        dry = Check(ROOT / "build" / "gpu-check", "90", dry=True)
         return 0 if dry.run(built=args.built) else 1
     asked = subprocess.run(  # Not in this process: a broken CUDA may break it.
         [*PYTHON, "-c", GPU], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
@@ -393,9 +353,8 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    found = json.loads(asked.stdout.splitlines()[-1])
-    check = Check(Path(found["folder"]), found["architecture"], found["sms"])
-    return 0 if check.run(built=args.built) else 1
+    folder, architecture = json.loads(asked.stdout.splitlines()[-1])
+    return 0 if Check(Path(folder), architecture).run(built=args.built) else 1
 
 
 if __name__ == "__main__":

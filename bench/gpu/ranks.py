@@ -32,7 +32,7 @@ class Ranks:
         rank, ranks: this one, and how many.
         device: of this rank.
         peer: the torch backend that ours is compared with: NCCL, or Gloo on a CPU.
-        communicator: ours; None where the GPUs have no peer access.
+        communicator: ours.
         control: a group of Gloo, by which the ranks agree.
     """
 
@@ -40,7 +40,7 @@ class Ranks:
     ranks: int
     device: torch.device
     peer: str
-    communicator: Communicator | None
+    communicator: Communicator
     control: dist.ProcessGroup
 
     def sum(self, number: int) -> int:
@@ -80,7 +80,7 @@ class Buffers:
         size: bytes of the whole.
         dtype: of the elements.
         ranks: this one and the others.
-        symmetric: whether the tensors are the communicator's, where there is one.
+        symmetric: whether the tensors are the communicator's.
         in_place: whether a rank's share is a part of the whole.
 
     Attributes:
@@ -104,7 +104,7 @@ class Buffers:
 
     def _made(self, count: int, symmetric: bool) -> Tensor:
         ours, device = self._ranks.communicator, self._ranks.device
-        if not symmetric or ours is None:
+        if not symmetric:
             return torch.empty(count, dtype=self._dtype, device=device)
         on = device if device.type == "cuda" else None
         return ours.empty(count, dtype=self._dtype, device=on)
@@ -124,7 +124,7 @@ class Buffers:
             "all_gather": (lambda: all_gather(whole, own), lambda: ours.all_gather(own, out=whole)),
             "broadcast": (lambda: dist.broadcast(whole, 0), lambda: ours.broadcast(whole, 0)),
         }[self._operation]
-        return {self._ranks.peer: theirs} | ({} if ours is None else {OURS: by_us})
+        return {self._ranks.peer: theirs, OURS: by_us}
 
     def wrong(self, call: Callable[[], Any]) -> int:
         """The number of wrong elements of all ranks' results after a call."""

@@ -13,13 +13,13 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.harness import Options, Turns
+from bench.harness import Options, Row, Turns
 from bench.report.tables import duration
 from bench.timing import sampler
 from pipekernels import ops
@@ -63,25 +63,16 @@ class Product(NamedTuple):
         return f"product, {layer}, {self.way}, {self.tokens} tokens"
 
 
-def by_importance(degrees: tuple[int, ...], tokens: tuple[int, ...]) -> list[tuple[int, int]]:
-    """All pairs of a degree and a number of tokens, most important first, as time may be short.
-
-    Two steps in ``tokens`` count as much as one step in ``degrees``.
-    """
-    pairs = itertools.product(enumerate(degrees), enumerate(tokens))
-    ranked = [(2 * i + j, degree, count) for (i, degree), (j, count) in pairs]
-    return [(degree, count) for _, degree, count in sorted(ranked, key=lambda pair: pair[0])]
-
-
 def products(
     models: dict[str, tuple[int, int]],
     degrees: tuple[int, ...] = DEGREES,
     all_tokens: tuple[int, ...] = TOKENS,
     least: int = 256,
 ) -> dict[str, Product]:
-    """All products to measure, most important first; gradients from ``least`` tokens on."""
+    """All products to measure, most important first, as time may be short; gradients from
+    ``least`` tokens on."""
     found = []
-    for degree, tokens in by_importance(degrees, all_tokens):
+    for tokens, degree in itertools.product(all_tokens, degrees):
         for model, (hidden, inner) in models.items():
             for layer, features in (("o_proj", hidden), ("down_proj", inner)):
                 part = features // degree
@@ -160,10 +151,10 @@ def errors(a: Tensor, b: Tensor, algorithms: list[str]) -> dict[str, float]:
     return {name: error(ops.sharded_gemm(a, b, algorithm=name)) for name in algorithms}
 
 
-def before(options: Options) -> list[dict[str, Any]]:
+def before(options: Options) -> Iterator[list[Row]]:
     """The host's time for a launch, without which no product is done."""
     if options.device.type != "cuda" or not has_triton():
-        return []
+        return
     x, weight = (torch.randn(rows, 128, device=options.device, dtype=KIND) for rows in (16, 64))
     samples = []
     for _ in range(LAUNCHES):
@@ -171,4 +162,4 @@ def before(options: Options) -> list[dict[str, Any]]:
         begin = time.perf_counter()
         ops.sharded_gemm(x, weight, algorithm="triton")
         samples.append(time.perf_counter() - begin)
-    return [{"note": f"A launch takes {duration(statistics.median(samples))}."}]
+    yield [{"note": f"A launch takes {duration(statistics.median(samples))}."}]

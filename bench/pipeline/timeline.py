@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,15 +35,12 @@ COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
 NAMES = {"F": "forward", "B": "backward"}
 
 
-class Step(NamedTuple):
-    """A recorded step: its seconds, and ``[lane, kind, micro-batch, start, end]`` of each action,
-    in seconds from its start."""
-
-    seconds: float
-    events: list[list[Any]]
+# By the seconds of a recorded step: ``[lane, kind, micro-batch, start, end]`` of each action, in
+# seconds from its start.
+Steps = dict[float, list[list[Any]]]
 
 
-def recorder(pipe: Any, step: Callable[[], Any], steps: list[Step]) -> Callable[[], float]:
+def recorder(pipe: Any, step: Callable[[], Any], steps: Steps) -> Callable[[], float]:
     """A turn that adds its step to ``steps``."""
 
     def run() -> float:
@@ -54,12 +51,11 @@ def recorder(pipe: Any, step: Callable[[], Any], steps: list[Step]) -> Callable[
             step()
             seconds = time.perf_counter() - begin
         (phase,) = timeline.phases
-        events = [
+        steps[seconds] = [
             [phase.program.lane_of[e.action.stage], e.action.kind, e.action.micro_batch]
             + [round(t - begin, 7) for t in (e.start, e.end)]
             for e in sorted(phase.events, key=lambda e: e.start)
         ]
-        steps.append(Step(seconds, events))
         return seconds
 
     return run
@@ -69,7 +65,7 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     """The pipe and the bare model."""
     module, x, y, loss_fn = byte_gpt()
     pipe = piped(byte_gpt()[0], CHUNKS, checkpoint="never")
-    steps: list[Step] = []
+    steps: Steps = {}
 
     def bare() -> None:
         loss_fn(module(x), y).backward()
@@ -88,9 +84,8 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     rounds = 2 if options.quick else 21
 
     def middle(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
-        median = statistics.median_low([step.seconds for step in steps[-rounds:]])
-        events = next(step.events for step in steps[-rounds:] if step.seconds == median)
-        return {"pipekernels": {"events": events}}
+        median = statistics.median_low([*steps][-rounds:])
+        return {"pipekernels": {"events": steps[median]}}
 
     # A pipe times its ways to run on its first passes; the warm-up covers that.
     return Turns(runners, 0 if options.quick else 11, rounds, middle)

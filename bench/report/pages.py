@@ -38,8 +38,7 @@ def ordered(found: Sequence[Mapping[str, Any]], plan: Mapping[str, Sequence[str]
 def render(found: Sequence[Mapping[str, Any]]) -> str:
     """The result files of a benchmark as Markdown: one machine's table, and its conditions."""
     name = found[0]["name"]
-    cases = "GPU" if name.startswith("gpu.") else "CANDIDATES"
-    record, *others = ordered(found, getattr(registry.find(name), cases, {}))
+    record, *others = ordered(found, registry.plan(name, quick=False))
     text = body(name, record["rows"], [other["rows"] for other in others])
     how = "; ".join(f"{key}: {value}" for key, value in record["conditions"].items())
     note = f"*{record['date']}, commit {record['commit']}. {how}.*"

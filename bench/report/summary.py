@@ -18,7 +18,7 @@ class Line(NamedTuple):
         where: fields of the result files' rows of this work, or several values of one; the ranges
             are over all its cases.
         ours: the candidate that is this package.
-        instead: the candidates beside it, and how the table calls them.
+        instead: the candidates beside it, and what the table calls them.
     """
 
     work: str
@@ -28,82 +28,35 @@ class Line(NamedTuple):
     instead: Mapping[str, str]
 
 
-LLAMA = "float32", "bfloat16"  # Cases of decoding.
+LLAMA = {"case": ("float32", "bfloat16")}
+DIRECT = {"part": "sizes", "size": 65536, "type": "float32"}
+TWO = {"two threads": "two threads"}
+DIRECT_PEERS = ("MPICH", "Open MPI", "Intel MPI", "DeepSpeed")
 WINS = [
-    Line(
-        "tokens/s of a 110 M Llama, 2 ranks",
-        "decode",
-        {"case": LLAMA},
-        "pipekernels",
-        {"two threads": "two threads", "transformers, Gloo": "transformers' own plan on Gloo"},
-    ),
-    Line(
-        "the same, transformers' own plan on this backend",
-        "decode",
-        {"case": LLAMA},
-        "transformers, backend pipekernels",
-        {"transformers, Gloo": "on Gloo"},
-    ),
-    Line(
-        "an MLP on 16 rows, 2 ranks",
-        "tensor_parallel",
-        {"case": "16 rows, forward"},
-        "pipekernels",
-        {"two threads": "two threads", "DTensor, Gloo": "DTensor on Gloo"},
-    ),
-    Line(
-        "`dist.all_reduce` of 64 KiB, 2 ranks",
-        "torch_distributed",
-        {"case": "all_reduce, 64 KiB"},
-        "pipekernels",
-        {"Gloo": "Gloo"},
-    ),
-    Line(
-        "a direct all-reduce of 64 KiB, 2 ranks",
-        "collectives",
-        {"part": "sizes", "size": 65536, "type": "float32"},
-        "ordinary",
-        {name: name for name in ("MPICH", "Open MPI", "Intel MPI", "DeepSpeed")},
-    ),
+    Line("tokens/s of a 110 M Llama, 2 ranks",
+         "decode", LLAMA, "pipekernels",
+         {**TWO, "transformers, Gloo": "transformers' own plan on Gloo"}),
+    Line("the same, transformers' own plan on this backend",
+         "decode", LLAMA, "transformers, backend pipekernels", {"transformers, Gloo": "on Gloo"}),
+    Line("an MLP on 16 rows, 2 ranks",
+         "tensor_parallel", {"case": "16 rows, forward"}, "pipekernels",
+         {**TWO, "DTensor, Gloo": "DTensor on Gloo"}),
+    Line("`dist.all_reduce` of 64 KiB, 2 ranks",
+         "torch_distributed", {"case": "all_reduce, 64 KiB"}, "pipekernels", {"Gloo": "Gloo"}),
+    Line("a direct all-reduce of 64 KiB, 2 ranks",
+         "collectives", DIRECT, "ordinary", {name: name for name in DIRECT_PEERS}),
     Line("a DDP step of a 3 M GPT, 2 ranks", "ddp", {}, "DDP, pipekernels", {"DDP, Gloo": "Gloo"}),
-    Line(
-        "peak memory of a GPT's training step, 1F1B",
-        "memory",
-        {},
-        "1f1b",
-        {"unpiped": "the model without a pipe"},
-    ),
-]
+    Line("peak memory of a GPT's training step, 1F1B", "memory", {}, "1f1b",
+         {"unpiped": "the model without a pipe"}),
+]  # fmt: skip
 LOSSES = [
-    Line(
-        "a training step of a GPT, 2 stages",
-        "timeline",
-        {},
-        "pipekernels",
-        {"two threads": "two threads"},
-    ),
-    Line(
-        "forward and backward of 8 wide layers, 2 stages",
-        "pipe",
-        {"case": "wide"},
-        "pipekernels",
-        {"two threads": "two threads"},
-    ),
-    Line(
-        "the same of narrow layers",
-        "pipe",
-        {"case": "narrow"},
-        "pipekernels",
-        {"two threads": "two threads"},
-    ),
-    Line(
-        "a DDP step of a 3 M GPT, 2 ranks",
-        "ddp",
-        {},
-        "DDP, pipekernels",
-        {"two threads": "one process of two threads"},
-    ),
-]
+    Line("a training step of a GPT, 2 stages", "timeline", {}, "pipekernels", TWO),
+    Line("forward and backward of 8 wide layers, 2 stages",
+         "pipe", {"case": "wide"}, "pipekernels", TWO),
+    Line("the same of narrow layers", "pipe", {"case": "narrow"}, "pipekernels", TWO),
+    Line("a DDP step of a 3 M GPT, 2 ranks", "ddp", {}, "DDP, pipekernels",
+         {"two threads": "one process of two threads"}),
+]  # fmt: skip
 
 
 def table(lines: Iterable[Line]) -> str:

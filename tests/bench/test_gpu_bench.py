@@ -6,16 +6,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from support.programs import run
 
+from bench import __main__ as bench
 from bench import registry, timing
-from bench.gpu import __main__ as gpu
 from bench.gpu import nccl, sanitized
-from bench.gpu.ranks import Buffers, Ranks
 from bench.harness import Options, Turns
 from bench.report import pages
 
@@ -27,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", [name for name in registry.GPU if name != "nccl"])
 def test_every_program_runs_and_its_table_is_made(name: str) -> None:
     module = registry.find(name)
-    rows = [row for found in gpu.run(module, Options(quick=True, seconds=60.0)) for row in found]
+    options = Options(quick=True, seconds=60.0)
+    rows = [row for found in bench.measured(name, options, print) for row in found]
     assert rows and not any("error" in row or row.get("wrong") for row in rows)
     machine = {"gpu": "Some GPU", "cpu": "Some CPU", "cores": 16, "torch": "2.11.0"}
     record = {"name": name, "date": "today", "commit": "0", "machine": machine}
@@ -76,11 +75,11 @@ def test_rows_are_kept_case_by_case_as_far_as_there_is_time(
         return Turns({name: lambda: 1.0 for name in names}, 0, 2)
 
     module = SimpleNamespace(CONDITIONS={}, BASE="x", GPU=dict.fromkeys("abcd", "x"), turns=turns)
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(gpu.registry, "find", lambda name: module)
-    monkeypatch.setattr(sys, "argv", ["bench.gpu", "micro_batch", "--seconds", "25"])
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(registry, "find", lambda name: module)
+    monkeypatch.setattr(sys, "argv", ["bench", "gpu.micro_batch", "--seconds", "25"])
     monkeypatch.setenv("OUT", str(tmp_path))
-    assert gpu.main() == 1
+    assert bench.main() == 1
     first, failed, third, note = json.loads(path.read_text())["rows"]
     assert [(row["case"], row["median"]) for row in (first, third)] == [("a", 1.0), ("c", 1.0)]
     assert failed == {"case": "b", "error": "ValueError: no such case"}
@@ -89,7 +88,8 @@ def test_rows_are_kept_case_by_case_as_far_as_there_is_time(
 
 SPOILED = """
 import sys
-from bench.gpu import __main__ as gpu, nccl
+from bench import __main__ as bench
+from bench.gpu import nccl
 from pipekernels import Communicator
 
 def spoil(name):
@@ -105,7 +105,7 @@ def spoil(name):
 
 for name in nccl.PLACES:
     spoil(name)
-sys.exit(gpu.main())
+sys.exit(bench.main())
 """
 
 
@@ -120,11 +120,11 @@ def start(*command: str, code: int) -> str:
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_nccl_starts_its_own_ranks() -> None:
-    printed = start("-m", "bench.gpu", "nccl", "--device", "cpu", "--quick", code=0)
+    printed = start("-m", "bench", "nccl", "--device", "cpu", "--quick", code=0)
     assert "0 elements are wrong; 0 cases failed" in printed
     for operation in nccl.PLACES:
         assert f"**{operation}; 2 ranks**" in printed
-    assert "row-parallel layer, 3 rows" in printed and "| .to / it | size" in printed
+    assert "| .to / it | size" in printed
 
 
 @pytest.mark.processes
@@ -143,17 +143,13 @@ def test_nccl_counts_an_element_that_is_wrong_on_one_rank(tmp_path: Path) -> Non
     assert "0 cases failed" in printed
 
 
-def test_gpus_without_peer_access_are_named_and_ours_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ranks = Ranks(0, 1, torch.device("cpu"), "Gloo", None, mock.Mock())
-    monkeypatch.setattr(nccl, "joined", lambda device_type: ranks)
+def test_gpus_without_peer_access_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) != (2, 0))
+    monkeypatch.setattr(nccl._backend, "require_cuda", lambda device: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    (row,) = nccl.before(Options(quick=True))
-    assert "between GPUs 0 and 2: " in row["note"]
-    assert set(Buffers("all_reduce", 64, torch.float32, ranks, True, True).calls()) == {"Gloo"}
+    with pytest.raises(SystemExit, match="no peer access between GPUs 0 and 2: "):
+        nccl.joined("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit, match="2 to 8 GPUs, and torch .* sees 1.*--device cpu --quick"):
         nccl.world(torch.device("cuda"))
