@@ -41,32 +41,18 @@ dist.destroy_process_group()
 note("backend", known)
 print(json.dumps(found))
 """
-STEPS = ["import", "layers", "pipe", "backend"]
 COMPILERS = ("torch._dynamo", "torch._inductor", "torch.onnx", "sympy", "onnx")
 
 
-@pytest.fixture(scope="module")
-def imported() -> dict[str, list[str]]:
-    """By step, the modules that it imports."""
+def test_few_modules_and_no_compiler_are_imported() -> None:
+    """Triton aside, which torch.utils.flop_counter imports where it is installed. One module of the
+    package itself takes about a millisecond."""
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_few_modules_of_others_are_imported(imported: dict[str, list[str]], step: str) -> None:
-    """Triton aside, which torch.utils.flop_counter imports where it is installed."""
-    ours = ("pipekernels", "triton")
-    others = [name for name in imported[step] if not name.startswith(ours)]
-    assert len(others) <= 30, others
-
-
-def test_no_compiler_and_few_modules_of_the_package_are_imported(
-    imported: dict[str, list[str]],
-) -> None:
-    names = {name for step in imported.values() for name in step}
-    assert not {name for name in names if name.startswith(COMPILERS)}
-    # Few modules of the package itself: one takes about a millisecond.
-    own = [name for name in imported["import"] if name.startswith("pipekernels")]
+    for step, names in found.items():
+        others = [name for name in names if not name.startswith(("pipekernels", "triton"))]
+        assert len(others) <= 30, (step, others)
+        assert not [name for name in names if name.startswith(COMPILERS)], step
+    own = [name for name in found["import"] if name.startswith("pipekernels")]
     assert len(own) <= 170, own

@@ -1,4 +1,4 @@
-"""README's length, programs, links, commands and names."""
+"""The programs of README; tests/bench/test_bench.py checks its figures."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,6 @@ import torch
 from support.programs import run_program
 from torch import nn
 
-from bench.report import pages, summary
 from pipekernels import Pipe
 
 pytestmark = pytest.mark.project
@@ -61,12 +60,3 @@ def test_programs_of_ranks_print_on_rank_0_alone(file: str, printed: str, tmp_pa
     path.write_text(PROGRAMS[file])
     lines = run_program(path, folder=tmp_path, ranks=RANKS).splitlines()
     assert len([line for line in lines if re.fullmatch(printed, line)]) == 1, lines
-
-
-def test_the_number_of_families_is_that_of_their_page() -> None:
-    (number,) = re.findall(r"\[(\d+) families\]", PAGE)
-    assert f": {number} are\nsharded" in (ROOT / "docs" / "families.md").read_text()
-
-
-def test_figures_are_those_of_the_result_files() -> None:
-    assert pages.update(PAGE, {name: make() for name, make in summary.PARTS.items()}) == PAGE
