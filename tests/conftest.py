@@ -48,11 +48,7 @@ def _cuda_device() -> torch.device:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse a test of two levels; order and group tests for pytest-xdist, if it is there."""
-    for item in items:
-        levels = {"full", "weekly"} & {marker.name for marker in item.iter_markers()}
-        if len(levels) > 1:
-            raise pytest.UsageError(f"{item.nodeid} is in two levels: {sorted(levels)}; choose one")
+    """Order and group tests for pytest-xdist, if it is there."""
     if config.pluginmanager.hasplugin("xdist"):
         ranks = {stem: rank for rank, stem in enumerate(FILES_OF_ONE_WORKER)}
         items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))

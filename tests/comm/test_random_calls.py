@@ -1,4 +1,4 @@
-"""Random collectives: what is drawn, and that their checks detect errors."""
+"""The checks of random collectives detect errors, and calls that are to differ do."""
 
 import random
 
@@ -6,12 +6,8 @@ import pytest
 import torch
 from support.sweeps.collectives import (
     FIELDS,
-    GROUP_OPERATIONS,
-    REDUCE_OPS,
-    Call,
     bits,
     check,
-    contents,
     draw_different,
 )
 
@@ -38,27 +34,6 @@ def test_only_special_values_may_differ_in_the_sign_of_zero_and_the_bits_of_nan(
     check(a, b, special=True)
     with pytest.raises(AssertionError):
         check(a, b, special=False)
-
-
-def test_draws_depend_only_on_the_seed_and_cover_everything() -> None:
-    calls = [Call.draw(seed, 3, 1000) for seed in range(300)]
-    assert calls == [Call.draw(seed, 3, 1000) for seed in range(300)]
-    assert {call.operation for call in calls} == {
-        "all_reduce", "reduce_scatter", "all_gather", "broadcast"
-    }  # fmt: skip
-    assert len({call.dtype for call in calls}) == 11 and len({call.op for call in calls}) == 4
-    assert {call.order for call in calls} == {"rank", "tree"}
-    assert min(torch.Size(call.shape).numel() for call in calls) == 0
-    assert any(contents(call, 0).isnan().any() for call in calls)
-    assert not torch.equal(contents(calls[1], 0), contents(calls[1], 1))
-
-
-def test_draws_for_groups_have_all_operations_reductions_and_dtypes() -> None:
-    calls = [Call.draw(seed, 3, 1000, group=True) for seed in range(120)]
-    assert {call.operation for call in calls} == set(GROUP_OPERATIONS)
-    reductions = [call for call in calls if "reduce" in call.operation]
-    assert {call.op for call in reductions} == set(REDUCE_OPS)
-    assert len({call.dtype for call in reductions}) == 11
 
 
 def test_every_mismatch_differs_somewhere_in_every_call() -> None:

@@ -1,10 +1,9 @@
-"""Rules on the PTX and the SASS of kernels that use Hopper's asynchronous products (wgmma)."""
+"""A rule on the PTX of kernels that use Hopper's asynchronous products (wgmma)."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from support.emitted.ptx import Instruction
-from support.emitted.sass import Kernel
 
 SERIALIZED = "wgmma.mma_async instructions are serialized"  # In what ptxas reports.
 _MOST_GROUPS = 8  # Committed and not waited for.
@@ -14,50 +13,13 @@ _Groups = tuple[frozenset[str], tuple[frozenset[str], ...]]  # Registers: uncomm
 
 def is_product(text: str) -> bool:
     """Whether an instruction is an asynchronous product."""
-    return re.match(r"wgmma\.mma_async|(@!?U?P\w+ )?[HQI]GMMA", text) is not None
+    return text.startswith("wgmma.mma_async")
 
 
 def wait_of(text: str) -> int | None:
     """For a wait for groups of products: how many may stay in flight."""
-    found = re.match(r"wgmma\.wait_group\S* (\d+)|WARPGROUP\.DEPBAR\S* gsb0, (\w+)", text)
-    return None if found is None else int(found[1] or found[2], 0)
-
-
-def of_sass(kernel: Kernel) -> list[Instruction]:
-    """The instructions of a kernel's SASS as those of PTX."""
-    return list(map(Instruction, map(str, kernel.instructions), kernel.successors))
-
-
-def overlaps_steps(instructions: Sequence[Instruction]) -> bool:
-    """Whether products stay in flight from one iteration of a loop to the next.
-
-    That is: a loop has a product and a wait that leaves groups in flight, and need not pass a wait
-    for all of them.
-    """
-    open_ways = [
-        [place for place in instruction.after if wait_of(instructions[place].text) != 0]
-        for instruction in instructions
-    ]
-    for at, instruction in enumerate(instructions):
-        if wait_of(instruction.text):
-            onward = _reached(at, open_ways.__getitem__)
-            for place in onward:
-                if is_product(instructions[place].text) and at in _reached(
-                    place, open_ways.__getitem__
-                ):
-                    return True
-    return False
-
-
-def _reached(start: int, after: Callable[[int], list[int]]) -> set[int]:
-    found: set[int] = set()
-    ahead = list(after(start))
-    while ahead:
-        place = ahead.pop()
-        if place not in found:
-            found.add(place)
-            ahead += after(place)
-    return found
+    found = re.match(r"wgmma\.wait_group\S* (\d+)", text)
+    return None if found is None else int(found[1])
 
 
 def early_uses(instructions: Sequence[Instruction]) -> list[str]:

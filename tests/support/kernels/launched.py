@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import triton
-import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
@@ -131,61 +130,3 @@ def test_an_address_outside_of_tensors_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be accessed from Triton"):
         launched(80, body)
     assert b"is not in device memory" in STUB.stub_problem()
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"shape": [1 << 20, 32]}, "are not all in device memory"),
-        ({"strides": [28, 1]}, "a stride of 56 bytes"),
-        ({"shape": [16, 64]}, "rows of 64 bytes that overlap"),
-        ({"block_shape": [16, 4]}, "rows of a box of 8 bytes"),
-        ({"block_shape": [512, 32]}, "a box of 512"),
-        ({"base": "odd"}, "is not aligned to 16 bytes"),
-    ],
-)
-def test_a_wrong_tensor_map_is_refused(
-    change: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    utils = driver(90).utils
-    with DeviceMemory():
-        tensor = half(17, 32)
-    right = {"shape": [16, 32], "strides": [32, 1], "block_shape": [16, 32]}
-    given = right | change
-    base = tensor.data_ptr() + 2 * (given.pop("base", None) == "odd")
-
-    def encode(shape: Any, strides: Any, block_shape: Any) -> None:
-        swizzle, size, half_precision, padding = 2, 2, 6, 0
-        utils.fill_tma_descriptor_tiled(
-            base, swizzle, size, half_precision, block_shape, shape, strides, padding
-        )
-
-    with pytest.raises(RuntimeError, match=problem):
-        encode(**given)
-    base = tensor.data_ptr()
-    encode(**right)
-
-
-def test_too_much_shared_memory_is_refused() -> None:
-    def body() -> None:
-        product = Product("float16", half(256, 64), half(256, 64), half(256, 256))
-        blocks = Blocks(256, 128, 64, 8, 6, parts=2)
-        launch(product, Config(blocks), generation=90, sms=4)
-
-    with pytest.raises(triton.runtime.errors.OutOfResources, match="shared memory"):
-        launched(90, body)
-
-
-@triton.jit
-def one_kernel(x):
-    tl.store(x, 1.0)
-
-
-def test_a_grid_beyond_the_limits_is_refused() -> None:
-    def body() -> None:
-        x = torch.empty(1)
-        one_kernel[(1, 65535)](x)
-        with pytest.raises(RuntimeError, match="a grid of 1 x 65536 x 1"):
-            one_kernel[(1, 65536)](x)
-
-    assert launched(80, body) == (1, 0)
