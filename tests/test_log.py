@@ -34,7 +34,6 @@ for level in (logging.DEBUG, logging.INFO, logging.WARNING):
     ("value", "levels", "rooms"),
     [
         pytest.param("", set(), set(), marks=pytest.mark.full),
-        pytest.param("warning", {"WARNING"}, {"room"}, marks=pytest.mark.full),
         ("INFO", {"INFO", "WARNING"}, {"pipeline", "_backend", "comm", "room"}),
         pytest.param(
             "debug", {"DEBUG", "INFO", "WARNING"}, {"comm", "room"}, marks=pytest.mark.full

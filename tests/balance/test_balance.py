@@ -166,22 +166,6 @@ def test_modes_of_layers_in_a_training_module_are_kept() -> None:
     assert modes == [False, True] * (1 + PASSES)
 
 
-def test_storages_are_counted_once_by_the_first_layer_that_keeps_them() -> None:
-    rows, wide = 10, 16
-    activation = rows * wide * 4
-    module = nn.Sequential(
-        nn.Linear(wide, wide, bias=False),  # Keeps its input, which belongs to the caller.
-        nn.Tanh(),  # Keeps its output.
-        nn.Flatten(),
-        nn.Linear(wide, wide, bias=False),  # Keeps its input, which Tanh keeps already.
-        nn.GELU(),  # Keeps its input.
-        nn.Identity(),
-    )
-    sizes = measure_bytes(module, torch.rand(rows, wide), CPU)
-    assert [s.kept for s in sizes] == [0, activation, 0, 0, activation, 0]
-    assert [s.trainable for s in sizes] == [wide * wide * 4, 0, 0, wide * wide * 4, 0, 0]
-
-
 KINDS = [
     *(nn.Tanh, nn.GELU, nn.Flatten, nn.Identity),
     *(partial(nn.Linear, 6, 6), partial(nn.LayerNorm, 6), partial(nn.BatchNorm1d, 6)),

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.programs import run
+from support.programs import python
 
 from bench import __main__ as bench
 from bench import registry, timing
 from bench.gpu import nccl, sanitized
+from bench.gpu.ranks import OURS, Buffers, Ranks
 from bench.harness import Options, Turns
 from bench.report import pages
+from pipekernels import Communicator
 
 pytestmark = [pytest.mark.full, pytest.mark.project]
 
@@ -86,61 +88,28 @@ def test_rows_are_kept_case_by_case_as_far_as_there_is_time(
     assert note["note"].startswith("1 cases are left out")
 
 
-SPOILED = """
-import sys
-from bench import __main__ as bench
-from bench.gpu import nccl
-from pipekernels import Communicator
-
-def spoil(name):
-    right = getattr(Communicator, name)
-
-    def wrong(self, tensor, *args, **options):
-        result = right(self, tensor, *args, **options)
-        if self.rank == 1:
-            options.get("out", tensor).view(-1)[3] = -1
-        return result
-
-    setattr(Communicator, name, wrong)
-
-for name in nccl.PLACES:
-    spoil(name)
-sys.exit(bench.main())
-"""
-
-
-def start(*command: str, code: int) -> str:
-    """What a command prints, without a launcher's variables."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": str(ROOT)}
-    options: Any = {"code": code, "timeout": 200, "cwd": ROOT, "env": environment}
-    return run(sys.executable, *command, **options).stdout
-
-
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_nccl_starts_its_own_ranks() -> None:
-    printed = start("-m", "bench", "nccl", "--device", "cpu", "--quick", code=0)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    command = ["-m", "bench", "nccl", "--device", "cpu", "--quick"]
+    printed = python(*command, timeout=200, cwd=ROOT, env=environment).stdout
     assert "0 elements are wrong; 0 cases failed" in printed
     for operation in nccl.PLACES:
         assert f"**{operation}; 2 ranks**" in printed
     assert "| .to / it | size" in printed
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(240)
-def test_nccl_counts_an_element_that_is_wrong_on_one_rank(tmp_path: Path) -> None:
-    script = tmp_path / "spoiled.py"
-    script.write_text(SPOILED)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    printed = start(*torchrun, str(script), "nccl", "--device", "cpu", "--quick", code=1)
-    begins = tuple(f"| {operation}" for operation in nccl.PLACES)
-    lines = [line for line in printed.splitlines() if line.startswith(begins)]
-    wrong = [line.rstrip("| ").split()[-1] for line in lines]
-    collectives = [case for case in nccl.GPU_QUICK if "bytes" in case]
-    # One element in checks before and after: none of Gloo's, two of ours.
-    assert wrong == ["0", "2"] * len(collectives), printed
-    assert "0 cases failed" in printed
+@pytest.mark.parametrize("operation", nccl.PLACES)
+def test_a_wrong_element_is_counted(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "sum", lambda self, number: number)
+    (comm,) = Communicator.threads(1)
+    ranks: Any = Ranks(0, 1, torch.device("cpu"), "Gloo", comm, None)
+    buffers = Buffers(operation, 64, torch.float32, ranks, False, False)
+    ours = buffers.calls()[OURS]
+    assert buffers.wrong(ours) == 0
+    result = buffers.own if operation == "reduce_scatter" else buffers.whole
+    assert buffers.wrong(lambda: (ours(), result[3:4].add_(1))) == 1
 
 
 def test_gpus_without_peer_access_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

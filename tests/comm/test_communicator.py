@@ -8,7 +8,6 @@ import pickle
 import random
 import re
 import resource
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -263,30 +262,6 @@ def test_several_threads_share_a_communicator(comm: Communicator, device: torch.
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(work, range(3)))
-
-
-@pytest.mark.parametrize("size", [4, 1 << 20], ids=["small", "large"])
-@on_ranks(2)
-def test_a_waiting_thread_releases_the_gil(comm: Communicator, size: int) -> None:
-    """Two threads are in collectives: one waits for rank 1, the other for the first.
-
-    Rank 1 comes when the main thread of rank 0 has run beside them.
-    """
-    if comm.rank == 1:
-        dist.barrier()
-    threads = [
-        threading.Thread(target=comm.all_reduce, args=(torch.ones(size),), daemon=True)
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    if comm.rank == 0:
-        for _ in range(20):
-            time.sleep(0.01)
-        assert all(thread.is_alive() for thread in threads)
-        dist.barrier()
-    for thread in threads:
-        thread.join()
 
 
 def test_waiting_for_another_threads_call_is_bounded() -> None:

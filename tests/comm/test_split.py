@@ -1,7 +1,6 @@
 """Splitting communicators, many of them at once, and every start method of processes."""
 
 import functools
-import gc
 import os
 import resource
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from support.ranks import (
     leakable_resources,
-    leaves_the_group,
     on,
     on_ranks,
     own_stream,
@@ -114,14 +112,6 @@ def test_no_room_is_an_error_on_all_ranks(comm: Communicator) -> None:
     assert child.all_reduce(torch.tensor([comm.rank])).item() == 2 + 2 * (comm.rank % 2)
 
 
-@leaves_the_group
-@on_ranks(2)
-def test_split_needs_no_group(comm: Communicator) -> None:
-    dist.destroy_process_group()
-    with comm.split(0) as child:
-        assert child.all_reduce(torch.tensor([comm.rank])).item() == 1
-
-
 @on_ranks(2)
 def test_many_at_once_leak_nothing(comm: Communicator) -> None:
     """50 communicators at once, used out of order; half are closed, half garbage-collected."""
@@ -137,21 +127,6 @@ def test_many_at_once_leak_nothing(comm: Communicator) -> None:
     comm.barrier()  # Before any rank drops one that others may still need.
     del comms, each, held
     comm.barrier()
-    assert leakable_resources() == before
-
-
-@pytest.mark.slow
-def test_many_at_once_on_threads() -> None:
-    def on_rank(comm: Communicator) -> None:
-        comms = [comm.split(0) for _ in range(50)]
-        for number, each in reversed(list(enumerate(comms))):
-            assert each.all_reduce(torch.tensor([number])).item() == 3 * number
-        comm.barrier()
-
-    gc.collect()  # Collect garbage of earlier tests.
-    before = leakable_resources()
-    run_threads(3, on_rank)
-    gc.collect()
     assert leakable_resources() == before
 
 

@@ -146,21 +146,6 @@ def test_named_architectures_and_the_switch_come_before_visible_gpus(
     assert decide("0", one) == "PIPEKERNELS_CUDA=0: building for CPUs only"
 
 
-def test_a_compiler_cache_is_used_unless_there_is_a_launcher(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ccache = tool(tmp_path / "path", "ccache", 'exec "$@"')
-    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:{os.environ['PATH']}")
-
-    def commands(folder: str, *options: str) -> str:
-        configured = configure(script, tmp_path / folder, "-DPIPEKERNELS_CUDA=0", *options)
-        assert configured.returncode == 0, configured.stderr
-        return (tmp_path / folder / "build.ninja").read_text()
-
-    assert f"{ccache} " in commands("cached")
-    assert f"{ccache} " not in commands("launched", "-DCMAKE_CXX_COMPILER_LAUNCHER=env")
-
-
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of what an installation reads."""

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from support.emitted import build, rules
 from support.emitted.build import ARCHITECTURES, Emitted
-from support.emitted.sass import Kernel
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(600)]
 
@@ -67,8 +66,6 @@ RULES: dict[str, Callable[[Emitted], object]] = {
     "polls": lambda kernel: rules.polls_without_acquire(kernel.ptx),
     "invalidations": lambda kernel: rules.lost_invalidations(kernel.sass, kernel.ptx),
     "local memory": lambda kernel: rules.local_memory(kernel.sass),
-    "budget": lambda kernel: beyond_budget(kernel.sass),
-    "divisions": lambda kernel: rules.divisions(kernel.sass),
     "stack": lambda kernel: kernel.stack_bytes,
 }
 OF_COLLECTIVES = ["non-coherent loads", "non-coherent loads of PTX", "exchanges", "polls"]
@@ -99,59 +96,6 @@ def test_a_fence_of_system_scope_comes_before_every_release(collectives: list[Em
     assert not broken(pushing, lambda kernel: rules.lost_fences(kernel.sass, kernel.ptx))
 
 
-# The most instructions per unit in the loops of copies, from the cheapest loop to the dearest. A
-# contiguous row takes the first loop of copies; then come steps that are the same everywhere, and
-# steps that wrap around at the ends of rows. Compilers of three architectures differ by some 10%.
-COPY, STAGE, WRITE = ("LDG", "STG"), ("LDG", "STS"), ("LDS", "STG")
-PER_UNIT = {COPY: [6, 9, 16.5], STAGE: [7.5, 15], WRITE: [8.5, 15]}
-# Transposed copies of units of 2 and 1 bytes may be packed, at so many instructions per 4 bytes.
-PER_WORD = {STAGE: [6.5, 6.5, 10.5, 10.5], WRITE: [9, 9, 12.5, 12.5]}
-# Units of 16 bytes wait for memory, not for instructions; sm_100 takes a few more of them.
-WIDEST = {STAGE: [7.5, 19]}
-UNITS = (1, 2, 4, 8, 16)  # bytes
-# The least instructions of a thread for one tile, beside those of a loop.
-PER_TILE = 190
-# With so many, four blocks of 256 threads fit on a multiprocessor.
-REGISTERS = 64
-
-
-def budgets() -> dict[rules.Moves, list[float]]:
-    """The most instructions per byte."""
-    found = {}
-    for unit in UNITS:
-        for path, per_unit in PER_UNIT.items():
-            if unit == 16:
-                per_unit = WIDEST.get(path, per_unit)
-            words = PER_WORD.get(path, []) if unit == 4 else []
-            found[(*path, unit)] = sorted(cost / unit for cost in per_unit + words)
-    return found
-
-
-def beyond_budget(kernel: Kernel) -> list[str]:
-    """Loops with more instructions per byte than there may be."""
-    beyond = []
-    for moves, found in rules.costs_of_copies(kernel).items():
-        allowed = budgets().get(moves, [])
-        dear = any(cost > most for cost, most in zip(found, allowed, strict=False))
-        if dear or len(found) > len(allowed):
-            beyond.append(f"{moves}: {found} instructions per byte, at most {allowed}")
-    return beyond
-
-
-def test_copies_of_micro_batches_keep_their_budget(kernels: list[Emitted]) -> None:
-    """Narrow units are bound by instructions. Copies that cast are another kernel (bool true)."""
-    name = re.compile(r"copy_micro_batches_kernelILi\d+ELb0E")
-    copies = [kernel for kernel in kernels if name.search(kernel.name)]
-    assert len(copies) == 2  # for few copies, and for many
-    for kernel in copies:
-        assert rules.costs_of_copies(kernel.sass).keys() == budgets().keys()
-        assert not beyond_budget(kernel.sass)
-        assert not rules.divisions(kernel.sass)
-        loops = [loop for loop in kernel.sass.loops if loop.moves()]
-        assert max(map(kernel.sass.least_around, loops)) <= PER_TILE
-        assert kernel.registers <= REGISTERS
-
-
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Emitted]]:
     """The kernels of wrong.cu, by name."""
@@ -180,7 +124,6 @@ BREAKS = {
     "relaxed_exchange": {"accesses", "exchanges"},
     "poll_without_acquire": {"polls"},
     "volatile_poll": {"accesses"},
-    "division_per_unit": {"budget", "divisions"},
 }
 
 

@@ -66,12 +66,6 @@ def test_a_file_may_take_45_seconds_per_architecture_and_all_200(
     assert "split the file" in text
 
 
-def test_a_log_without_times_fails(tmp_path: Path) -> None:
-    code, text = report(tmp_path / "log")
-    assert code == 1
-    assert "PIPEKERNELS_KERNEL_REPORT=ON" in text
-
-
 BUSY = "import sys, time\nwhile time.process_time() < 0.5:\n    pass\nsys.exit(3)"
 
 

@@ -55,32 +55,6 @@ def test_a_program_that_never_ends_proves_nothing(check_ptx: Any) -> None:
     assert check_ptx.search(check_ptx.parse(text)).error == "no execution"
 
 
-def test_published_verdicts_are_counted(
-    check_ptx: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = "PTX t\n{ x = 0; }\n P0@cta 0,gpu 0 ;\n ld.weak r0, x ;\nexists (0:r0 == 0)"
-    (tmp_path / "t.litmus").write_text(text)
-    (tmp_path / "u.litmus").write_text(text.replace("ld.weak r0, x", "bar.cta.arrive 1"))
-    verdicts = tmp_path / "verdicts.csv"
-    verdicts.write_text("t.litmus,1\nu.litmus,1\n")
-    assert check_ptx.check_published(tmp_path, verdicts)
-    assert "1 agree, 0 disagree, 1 unsupported" in capsys.readouterr().out
-    verdicts.write_text("t.litmus,0\n")
-    assert not check_ptx.check_published(tmp_path, verdicts)
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_without_spin_the_device_protocols_are_checked(
-    check_ptx: Any, right: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check = importlib.import_module("check")
-    monkeypatch.setattr(sys, "argv", ["check.py"])
-    monkeypatch.setattr(check_ptx, "check", lambda: right)
-    monkeypatch.setattr(check.shutil, "which", lambda tool: None)
-    assert check.main() == (0 if right else 1)
-    assert "NOT checked: spin is not installed" in capsys.readouterr().out
-
-
 def opcodes(text: str) -> set[str]:
     """Strong accesses and fences, without address space and type."""
     found = re.findall(r"\b((?:ld|st|atom|fence)\.(?:relaxed|acquire|release|acq_rel)[\w.]*)", text)

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,34 +54,9 @@ def test_the_slurm_script_on_two_pretended_hosts(tmp_path: Path) -> None:
     assert len(re.findall(r"\d\.\d{6}", done.stdout)) == 6
 
 
-def kubernetes() -> tuple[dict[str, Any], dict[str, Any]]:
-    yaml = pytest.importorskip("yaml")
-    service, job = yaml.safe_load_all(KUBERNETES.read_text())
-    assert (service["kind"], job["kind"]) == ("Service", "Job")
-    return service, job
-
-
-def test_the_pods_find_each_other() -> None:
-    service, job = kubernetes()
-    spec, name = job["spec"], job["metadata"]["name"]
-    pod = spec["template"]["spec"]
-    (container,) = pod["containers"]
-    command = container["command"][-1]
-    assert service["spec"]["selector"] == {"job-name": name}
-    assert pod["subdomain"] == service["metadata"]["name"]
-    assert spec["completionMode"] == "Indexed" and '"$JOB_COMPLETION_INDEX"' in command
-    assert f"--master-addr {name}-0.{pod['subdomain']} " in command
-    hosts = int(re.findall(r"--nnodes (\d+)", command)[0])
-    assert spec["completions"] == spec["parallelism"] == hosts
-    (program,) = re.findall(r"\S+\.py", command)
+def test_the_pods_start_a_program_that_there_is() -> None:
+    (program,) = re.findall(r"\S+\.py", KUBERNETES.read_text())
     assert (ROOT / program).is_file()
-    subprocess.run(["bash", "-n", "-c", command], check=True)
-
-
-def test_the_pods_have_no_volume_for_shared_memory() -> None:
-    _, job = kubernetes()
-    pod = job["spec"]["template"]["spec"]
-    assert "volumes" not in pod and "volumeMounts" not in pod["containers"][0]
 
 
 @pytest.mark.full

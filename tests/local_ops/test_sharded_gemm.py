@@ -200,25 +200,6 @@ def test_a_capture_uses_triton_only_if_an_earlier_call_has_loaded_the_kernel(
     assert calls(captured=True) == ["library"]
 
 
-def test_products_for_the_library_skip_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[Any] = []
-    monkeypatch.setattr(module, "run", lambda *arguments: done.append(arguments))
-
-    def calls_operation(dtype: torch.dtype = torch.bfloat16, rows: int = 64) -> bool:
-        x, weight = (torch.empty(size, 64, dtype=dtype).as_subclass(OnGpu) for size in (rows, 64))
-        done.clear()
-        sharded_gemm(x.view(-1, 1, 64), weight)
-        return bool(done)
-
-    pretend_gpu(monkeypatch)
-    assert not calls_operation()
-    pretend_gpu(monkeypatch, ENTRY)
-    assert calls_operation() and calls_operation()
-    assert not calls_operation(torch.float64) and not calls_operation(torch.float16)
-    assert not calls_operation(rows=0)
-    assert not calls_operation(rows=65)  # In another class.
-
-
 def test_triton_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch)
     assert choice("triton") == Config(TILES[90, "bfloat16"].middle)

@@ -1,4 +1,4 @@
-"""Random calls of ``pipekernels._C`` on tensors: each must raise, or write to no memory but its own.
+"""Random calls of ``_C`` on tensors: each must raise, or write to no memory but its own.
 
 ``python -m support.random_calls`` makes them in a process of its own. Each call is printed first,
 so the last line names one that crashes.

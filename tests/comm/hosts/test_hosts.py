@@ -1,15 +1,11 @@
 """Communicators over several hosts; the hosts are processes with different PIPEKERNELS_HOST_IDs."""
 
-import ctypes
 import os
-import shutil
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -302,47 +298,3 @@ def test_calls_from_several_threads_take_turns(comm: Communicator) -> None:
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(work, range(3)))
-
-
-@pytest.fixture
-def networks() -> Iterator[list[str]]:
-    """The names of two network namespaces that a virtual cable connects."""
-    names = [f"pk{os.getpid()}{end}" for end in "ab"]
-    ip = shutil.which("ip")
-    if ip is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need the ip tool and root")
-
-    def run(*command: str) -> None:
-        subprocess.run([ip, *command], check=True, capture_output=True, timeout=20)
-
-    try:
-        try:
-            for name in names:
-                run("netns", "add", name)
-            peer = ("peer", "name", "cable", "netns", names[1])
-            run("-n", names[0], "link", "add", "cable", "type", "veth", *peer)
-            for number, name in enumerate(names, 1):
-                run("-n", name, "address", "add", f"10.11.12.{number}/24", "dev", "cable")
-                for device in ("lo", "cable"):
-                    run("-n", name, "link", "set", device, "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run([ip, "netns", "delete", name], check=False, timeout=20)
-
-
-def enter_network(rank: int, networks: list[str]) -> None:
-    with Path("/run/netns", networks[rank // 2]).open() as namespace:
-        assert ctypes.CDLL(None).setns(namespace.fileno(), 0x40000000) == 0  # CLONE_NEWNET
-    os.environ["GLOO_SOCKET_IFNAME"] = "cable"
-
-
-def meet_over_the_cable(comm: Communicator) -> None:
-    random_calls(comm)
-    assert comm.all_gather(torch.tensor([comm.rank])).tolist() == [0, 1, 2, 3]
-
-
-def test_network_namespaces_are_hosts(networks: list[str]) -> None:
-    run_processes(4, meet_over_the_cable, prepare=(enter_network, networks))

@@ -184,34 +184,3 @@ def _is_invalidated(kernel: Kernel, at: int) -> bool:
         if accesses or instruction.name in (*ATOMICS, "BAR", "BRA", "CALL", "EXIT"):
             return False
     return False
-
-
-def divisions(kernel: Kernel) -> list[str]:
-    """Reciprocals, by which integers are divided, and calls of functions that divide."""
-    return [
-        str(i)
-        for i in kernel.instructions
-        if i.name == "MUFU" or (i.name == "CALL" and "`($" in i.operands)
-    ]
-
-
-# The path of a copy (the instructions that load and store), and the bytes of these accesses.
-Moves = tuple[str, str, int]
-
-
-def costs_of_copies(kernel: Kernel) -> dict[Moves, list[float]]:
-    """Instructions per byte of all innermost loops that copy, cheapest first.
-
-    Counted are all instructions of a loop, also those whose predicate is false, and the bytes that
-    a thread stores in a round.
-    """
-    costs: dict[Moves, list[float]] = {}
-    for loop in kernel.loops:
-        moves = loop.moves()
-        if len(moves) != 2:
-            continue
-        (load, _), (store, width) = sorted(moves, key=lambda move: move[0].startswith("ST"))
-        if not store.startswith("ST"):
-            continue
-        costs.setdefault((load, store, width), []).append(len(loop) / (width * moves[store, width]))
-    return {moves: sorted(found) for moves, found in costs.items()}

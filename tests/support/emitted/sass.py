@@ -1,9 +1,7 @@
-"""Reads what nvdisasm prints: the instructions of each kernel, where they branch to, and loops."""
+"""Reads what nvdisasm prints: the instructions of each kernel, and where they branch to."""
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,9 +12,6 @@ LINE = re.compile(
     re.MULTILINE,
 )
 TARGET = re.compile(r"`\(([^)]+)\)")
-
-# Sizes of loads and stores, by a part of the opcode; 4 bytes where there is none.
-WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
 class Instruction(NamedTuple):
@@ -36,11 +31,6 @@ class Instruction(NamedTuple):
         return self.opcode.split(".")
 
     @property
-    def width(self) -> int:
-        """The bytes that a load or store moves."""
-        return next((WIDTHS[part] for part in self.parts if part in WIDTHS), 4)
-
-    @property
     def is_load(self) -> bool:
         """Of global memory, or of memory whose kind only the address tells."""
         return self.name in ("LDG", "LD")
@@ -48,22 +38,6 @@ class Instruction(NamedTuple):
     @property
     def is_store(self) -> bool:
         return self.name in ("STG", "ST")
-
-
-@dataclass(frozen=True)
-class Loop:
-    """An innermost loop: all instructions between which it may go around."""
-
-    places: tuple[int, ...]  # in the kernel; the first is where the loop begins
-    body: tuple[Instruction, ...]
-
-    def __len__(self) -> int:
-        return len(self.body)
-
-    def moves(self) -> Counter[tuple[str, int]]:
-        """How many loads and stores there are of each name and width."""
-        names = ("LDG", "LD", "LDS", "STG", "ST", "STS")
-        return Counter((i.name, i.width) for i in self.body if i.name in names)
 
 
 class Kernel:
@@ -110,48 +84,6 @@ class Kernel:
             for successor in successors:
                 found[successor].append(at)
         return found
-
-    @cached_property
-    def loops(self) -> list[Loop]:
-        """The innermost loops, in the order of their addresses."""
-        bodies: dict[int, set[int]] = {}
-        for at, successors in enumerate(self.successors):
-            for head in successors:
-                if head <= at:
-                    body = self._reaching(at, head)
-                    if 0 not in body or head == 0:  # else it is a jump back, but no loop
-                        bodies.setdefault(head, set()).update(body)
-        return [
-            Loop(places, tuple(self.instructions[at] for at in places))
-            for places in map(tuple, map(sorted, bodies.values()))
-            if not set(places[1:]) & bodies.keys()
-        ]
-
-    def least_around(self, loop: Loop) -> int:
-        """The least instructions before and after a loop of a thread that enters it."""
-        before = self._distances([0], self.successors)[loop.places[0]]
-        ends = [at for at, i in enumerate(self.instructions) if i.name == "EXIT"]
-        after = self._distances(ends, self.predecessors)
-        return before + min(after[at] for at in loop.places if at in after)
-
-    def _distances(self, waiting: list[int], following: list[list[int]]) -> dict[int, int]:
-        distances = dict.fromkeys(waiting, 0)
-        for at in waiting:
-            for other in following[at]:
-                if other not in distances:
-                    distances[other] = distances[at] + 1
-                    waiting.append(other)
-        return distances
-
-    def _reaching(self, at: int, head: int) -> set[int]:
-        """The instructions from which `at` is reached without passing `head`, and these two."""
-        body, waiting = {head, at}, [at] if at != head else []
-        while waiting:
-            for before in self.predecessors[waiting.pop()]:
-                if before not in body:
-                    body.add(before)
-                    waiting.append(before)
-        return body
 
 
 def kernels(text: str) -> Iterable[Kernel]:

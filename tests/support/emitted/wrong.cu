@@ -86,12 +86,4 @@ __global__ void volatile_poll(const volatile uint64_t* word, const int* in, int*
   out[0] = in[0];
 }
 
-__global__ void division_per_unit(const uint16_t* in, uint16_t* out, int64_t count, int64_t cols,
-                                  int64_t row_stride, int64_t col_stride) {
-#pragma unroll 1
-  for (int64_t i = threadIdx.x; i < count; i += 256) {
-    out[i] = in[i / cols * row_stride + i % cols * col_stride];
-  }
-}
-
 }  // extern "C"
