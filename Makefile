@@ -6,8 +6,6 @@
 #   make test       the gate: pytest, and through it the C++ tests under the sanitizers where csrc has
 #                   changed (ARGS='-k pipe': some; ARGS='-n 0': in one process)
 #   make test-all   the gate, and what runs every night: all cases, compilers, and the oldest Triton
-#   make test-times
-#                   where the time of the last make test or test-all went, by file
 #   make oldest-triton
 #                   a Triton in build/, with which make test-all also compiles the Triton kernels
 #   make test-oldest, make test-newest
@@ -62,7 +60,7 @@ MODULES := $(shell find pipekernels -name '*.py') pipekernels_autoload.py
 PAGES := $(shell find docs examples -type f -not -path '*/__pycache__/*' -not -path 'docs/reference/objects/*') README.md CHANGELOG.md CONTRIBUTING.md
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
-.PHONY: demo check test test-all test-times oldest-triton test-oldest test-newest test-cuda \
+.PHONY: demo check test test-all oldest-triton test-oldest test-newest test-cuda \
   test-cuda-build model soak bench peers lint docs cuda-check gpu-check bench-nccl wheel clean
 
 # Python compiles what it imports; all of torch at once would take half a minute.
@@ -119,7 +117,7 @@ demo: $(DEMO)
 # worker more than cores, as two of them mostly wait for compilers.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-SUITE := $(PYTEST) -n $$(($(CORES) + 1)) --maxprocesses 5 --dist loadgroup --junit-xml=build/tests.xml
+SUITE := $(PYTEST) -n $$(($(CORES) + 1)) --maxprocesses 5 --dist loadgroup --durations 20
 
 check: $(TESTS) $(LINT)
 	$(BIN)/ruff check
@@ -133,9 +131,6 @@ test: $(TESTS)
 test-all: $(TESTS) $(OLDEST_TRITON)
 	$(SUITE) $(ARGS)
 	$(if $(ARGS),,$(MAKE) test-cuda-build)
-
-test-times: $(BUILT)
-	$(BIN)/python tests/support/times.py build/tests.xml
 
 oldest-triton: $(OLDEST_TRITON)
 

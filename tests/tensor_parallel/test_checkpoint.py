@@ -69,12 +69,6 @@ def test_two_ranks_save_and_others_load(tmp_path: Path) -> None:
     assert_same_state(state, model_of(0).state_dict())
 
 
-@pytest.mark.processes
-def test_a_model_without_shards_saves_and_ranks_load(tmp_path: Path) -> None:
-    dcp.save(model_of(0).state_dict(), checkpoint_id=tmp_path)
-    run_processes(3, load, tmp_path)
-
-
 def save_while_training(comm: Communicator, folder: Path) -> None:
     model = sharded(0, comm)
     saving = dcp.async_save(checkpoint_state_dict(model), checkpoint_id=folder)

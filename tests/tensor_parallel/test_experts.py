@@ -99,20 +99,6 @@ def test_parameters_go_there_and_back(layout: str, expert_parallel: bool) -> Non
     run_threads(3, body)
 
 
-def test_a_token_whose_experts_are_elsewhere_gets_nothing_here() -> None:
-    full = Experts()
-    x = torch.randn(2, HIDDEN, dtype=torch.float64)
-    chosen, weights = torch.tensor([[0], [4]]), torch.ones(2, 1, dtype=torch.float64)
-
-    def body(comm: Communicator) -> Tensor:
-        layer = ParallelExperts(full, comm, expert_parallel=True)
-        return layer._own_part(x, chosen, weights).detach()
-
-    first, second = run_threads(2, body)
-    assert first[1].abs().max() == 0 and second[0].abs().max() == 0
-    torch.testing.assert_close(first + second, full(x, chosen, weights).detach())
-
-
 def test_wrong_arguments_are_refused() -> None:
     (comm,) = Communicator.threads(1)
     layer = ParallelExperts(Experts(), comm)

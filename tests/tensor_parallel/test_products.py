@@ -1,8 +1,4 @@
-"""How row-parallel products are called: by which algorithm, through how many functions."""
-
-import sys
-from pathlib import Path
-from typing import Any
+"""How row-parallel products are called."""
 
 import pytest
 import torch
@@ -10,43 +6,8 @@ from support.ranks import on, run_threads
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import pipekernels
 from pipekernels import Communicator, RowParallelLinear
 from pipekernels.tensor_parallel.functional import row_linear
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("trains", [False, True])
-def test_an_input_meets_few_functions_before_its_product(trains: bool, world_size: int) -> None:
-    """Of ours, from the forward on; each takes a share of a small product's time."""
-    package = str(Path(pipekernels.__file__).parent)
-    full, x = nn.Linear(12, 7), torch.randn(1, 12)
-    product = "mm" if trains else "skinny_gemm"  # Its native call.
-
-    def on_rank(comm: Communicator) -> list[str]:
-        layer = RowParallelLinear.from_linear(full, comm)
-        own = x.chunk(world_size, 1)[comm.rank].contiguous()
-        called: list[str] = []
-        products: list[int] = []
-
-        def note(frame: Any, event: str, argument: Any) -> None:
-            if event == "call" and frame.f_code.co_filename.startswith(package):
-                called.append(frame.f_code.co_name)
-            elif event == "c_call" and argument.__name__ == product:
-                products.append(len(called))
-
-        with torch.set_grad_enabled(trains):
-            layer(own)
-            sys.setprofile(note)
-            try:
-                layer.forward(own)
-            finally:
-                sys.setprofile(None)
-        assert len(products) == 1
-        return called[: products[0]]
-
-    for called in run_threads(world_size, on_rank):
-        assert called[0] == "forward" and len(called) <= 8, called
 
 
 def test_unknown_and_unavailable_algorithms() -> None:

@@ -18,13 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipekernels import Communicator
 from pipekernels.kernels import launch as launching
 from pipekernels.kernels.config import Blocks, Config
 from pipekernels.kernels.launch import Product, launch
 from pipekernels.kernels.layout import LAYOUTS
 from pipekernels.local_ops.gemm_choice import Chosen, Gpu
-from pipekernels.tensor_parallel import functional as tensor_parallel
 from support.kernels.interpreter import skip_unless_it_works
 from support.kernels.operands import operands
 from support.levels import in_gate, pairwise
@@ -237,21 +235,3 @@ def test_the_operation_passes_its_arguments_to_the_kernel(
     terms = sharded_gemm.Terms(*p[4:])
     assert sharded_gemm._by_triton(Chosen(config, forced=True), p.out, p.a, p.b, terms)
     check(p, config)
-
-
-def test_the_layers_gradients_go_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row-parallel product as on a GPU, except for the collective."""
-    interpret_operation(monkeypatch)
-    (comm,) = Communicator.threads(1)
-
-    def multiply(a: Tensor, b: Tensor, on_gpu: bool, algorithm: str) -> Tensor:
-        return torch.ops.pipekernels.sharded_gemm(a, b, *[None] * 5, algorithm)
-
-    monkeypatch.setattr(tensor_parallel, "_product", multiply)
-    x = torch.randn(2, 9, 40, requires_grad=True)
-    w = torch.randn(24, 40, requires_grad=True)
-    y = tensor_parallel.row_linear(x, w, comm)
-    grad = torch.randn_like(y)
-    y.backward(grad)
-    torch.testing.assert_close(x.grad, grad @ w)
-    torch.testing.assert_close(w.grad, grad.flatten(0, 1).t() @ x.flatten(0, 1))
