@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -29,7 +29,6 @@ from pipekernels.pipeline.stage.batchnorm import convert_deferred_batch_norm
 from pipekernels.pipeline.stage.checkpoint import MODES
 from pipekernels.pipeline.stage.parameters import identity
 from pipekernels.pipeline.stage.partition import (
-    balance_hint,
     check_sequential,
     layers,
     split_module,
@@ -282,7 +281,8 @@ class Pipe(nn.Module):
         return self._engine.recorded_by(Timeline())
 
     def to_sequential(self) -> nn.Sequential:
-        """The wrapped model: its layers, under their own names, on their present devices."""
+        """The wrapped model: its layers, under their own names, on their present devices. Its
+        state dict fits a pipe's of any balance."""
         named = [item for partition in self.partitions for item in partition._modules.items()]
         module = nn.Sequential(OrderedDict(named))  # type: ignore[arg-type]
         module.training = self.training  # The layers keep their own modes.
@@ -343,18 +343,6 @@ class Pipe(nn.Module):
         """The layers of the wrapped module, in order."""
         for partition in self._partitions():
             yield from layers(partition)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As of any module; see ``to_sequential`` for checkpoints of another balance."""
-        try:
-            return super().load_state_dict(state_dict, strict, assign)
-        except RuntimeError as error:
-            hint = balance_hint(state_dict, self.state_dict())
-            if hint is None:
-                raise
-            raise RuntimeError(f"{error}\n\t{hint}") from None
 
     def cuda(self, device: Device | None = None) -> Pipe:
         """Not supported: see ``devices``."""

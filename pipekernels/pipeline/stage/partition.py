@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -16,8 +15,6 @@ from pipekernels._torch_private import module_has_hooks
 from pipekernels.comm import Communicator
 
 T = TypeVar("T")
-
-_STAGE = re.compile(r"^partitions\.\d+\.")
 
 
 def has_collectives(module: nn.Module) -> bool:
@@ -44,23 +41,6 @@ def check_sequential(module: nn.Module) -> None:
                 f"the {kind} has its own {what}, beyond its layers, and the stages would not "
                 "have them; make a layer of it, nn.Sequential(module, ...)"
             )
-
-
-def balance_hint(given: Iterable[str], own: Iterable[str]) -> str | None:
-    """How to load a state dict with keys ``given`` into a pipe with keys ``own``, if they name the
-    same layers in other stages or in the bare module; None if they do not."""
-    given, own = list(given), list(own)
-    bare = [_STAGE.sub("", key) for key in given]
-    if set(given) == set(own) or set(bare) != {_STAGE.sub("", key) for key in own}:
-        return None
-    load = "pipe.to_sequential().load_state_dict(state_dict)"
-    if bare == given:
-        return f"This is a state dict of the bare module: load it by {load}."
-    return (
-        "This is a state dict of a pipe with another balance. pipe.to_sequential().state_dict() "
-        f"fits any balance: save that, and load it by {load}. Or remove the stages from this "
-        'one\'s keys: {key.split(".", 2)[2]: value for key, value in state_dict.items()}.'
-    )
 
 
 def layers(module: nn.Sequential) -> list[nn.Module]:
