@@ -6,27 +6,29 @@ import copy
 import sys
 import warnings
 from importlib import import_module
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pipekernels.huggingface.pretrained import communicators, save_full_models
+from pipekernels.huggingface.pretrained import save_full_models
+from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     ShardedLinear,
 )
-from pipekernels.tensor_parallel.plan.agreement import check_equal_on_ranks
 from pipekernels.tensor_parallel.plan.kinds import LayerKind
 from pipekernels.tensor_parallel.plan.providers import Part, PlanProvider
+from pipekernels.tensor_parallel.sharded import sharded_layers
 
 
 def add_adapters(model: nn.Module, config: Any, adapter_name: str = "default") -> Any:
     """``peft.get_peft_model`` for a model that ``tensor_parallelize`` has sharded.
 
-    A collective: all ranks call it, and with the same state of the random number generators, from
-    which the first factors come. The result is that of sharding a model with adapters.
+    A collective. All ranks get the first factors that rank 0 draws. The result is that of sharding
+    a model with adapters.
 
     Args:
         model: with sharded layers.
@@ -37,13 +39,12 @@ def add_adapters(model: nn.Module, config: Any, adapter_name: str = "default") -
         The ``PeftModel``.
 
     Raises:
-        ValueError: an adapter reads the whole weight (DoRA, PiSSA and the like), or the ranks drew
-            different factors. The model then has no adapters.
+        ValueError: an adapter reads the whole weight (DoRA, PiSSA and the like). The model then has
+            no adapters.
     """
     peft: Any = import_module("peft")
     lora: Any = import_module("peft.tuners.lora.layer")
     _check_config(config, lora)
-    factors: dict[str, Tensor] = {}
 
     def adapter_of(layer: Any, adapter: str, config: Any, **options: Any) -> Any:
         base = layer.get_base_layer() if isinstance(layer, lora.LoraLayer) else layer
@@ -51,11 +52,7 @@ def add_adapters(model: nn.Module, config: Any, adapter_name: str = "default") -
         config.fan_in_fan_out = base.is_transposed
         options["is_target_conv_1d_layer"] = base.is_transposed
         result = lora.Linear(layer, adapter, config, **options)
-        for factor in ("lora_A", "lora_B"):
-            factors[f"{base.name}.{factor}.{adapter}"] = getattr(result, factor)[adapter].weight
-        sharded = "lora_A" if isinstance(base, RowParallelLinear) else "lora_B"
-        parts: Any = getattr(result, sharded)
-        parts[adapter] = _sharded_like(base, parts[adapter], f"{base.name}.{sharded}.{adapter}")
+        _shard_adapter(result, adapter)
         return result
 
     config = copy.copy(config)
@@ -65,12 +62,7 @@ def add_adapters(model: nn.Module, config: Any, adapter_name: str = "default") -
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Unsupported layer type .*ParallelLinear")
         adapted = peft.get_peft_model(model, config, adapter_name=adapter_name)
-    try:
-        for comm in communicators(model):
-            check_equal_on_ranks(factors, comm)
-    except ValueError:
-        adapted.unload()
-        raise
+    shard_later_adapters(adapted)
     save_full_models(adapted)
     return adapted
 
@@ -88,6 +80,53 @@ def _check_config(config: Any, lora: Any) -> None:
             "plain LoRA (init_lora_weights True, False or 'gaussian'), or add them before "
             "tensor_parallelize"
         )
+
+
+def shard_later_adapters(model: nn.Module) -> None:
+    """Let peft shard the adapters that ``add_adapter``, ``load_adapter`` and
+    ``add_weighted_adapter`` add to layers of ``model`` which have some. They become collectives."""
+    lora: Any = sys.modules.get("peft.tuners.lora")
+    for module in model.modules() if lora is not None else ():
+        if isinstance(module, lora.Linear) and isinstance(module.base_layer, ShardedLinear):
+            set_attribute(module, "update_layer", MethodType(_update_layer, module))
+        elif isinstance(module, lora.LoraModel) and sharded_layers(module):
+            set_attribute(module, "add_weighted_adapter", MethodType(_add_weighted, module))
+
+
+def _update_layer(self: Any, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
+    _check_config(config, sys.modules["peft.tuners.lora.layer"])
+    type(self).update_layer(self, adapter_name, *args, config=config, **kwargs)
+    _shard_adapter(self, adapter_name)
+
+
+def _add_weighted(
+    self: Any,
+    adapters: Any,
+    weights: Any,
+    adapter_name: str,
+    combination_type: str = "svd",
+    **kwargs: Any,
+) -> None:
+    if combination_type not in ("linear", "cat"):
+        raise ValueError(
+            f"combination_type={combination_type!r} reads whole factors, of which a rank has "
+            "shards; use 'linear' or 'cat', or add the adapter before tensor_parallelize"
+        )
+    type(self).add_weighted_adapter(
+        self, adapters, weights, adapter_name, combination_type, **kwargs
+    )
+
+
+def _shard_adapter(module: Any, adapter: str) -> None:
+    """Shard the new factors of a layer with adapters as the layer itself is: those of rank 0."""
+    base = module.get_base_layer()
+    name = base.name.removesuffix(".base_layer")
+    for factor in (module.lora_A[adapter].weight, module.lora_B[adapter].weight):
+        if not factor.is_meta:
+            base.comm.broadcast(factor.data)
+    sharded = "lora_A" if isinstance(base, RowParallelLinear) else "lora_B"
+    parts = getattr(module, sharded)
+    parts[adapter] = _sharded_like(base, parts[adapter], f"{name}.{sharded}.{adapter}")
 
 
 def _sharded_like(base: Any, factor: nn.Linear, name: str) -> nn.Module:
@@ -119,6 +158,9 @@ class Peft(PlanProvider):
                 )
         base: nn.Module = model.get_base_model()
         return base
+
+    def prepare(self, model: nn.Module) -> None:
+        shard_later_adapters(model)
 
     def parts_of(self, name: str, module: Any, kind: LayerKind) -> list[Part]:
         """A linear layer with LoRA adapters consists of the layer and the factors that are sharded

@@ -104,16 +104,47 @@ def test_adapters_added_to_a_sharded_model(comm: Communicator, name: str, tmp_pa
 
 
 @on_ranks(2)
-def test_adapters_that_need_whole_weights_or_differ_are_refused(comm: Communicator) -> None:
+def test_adapters_that_need_whole_weights_are_refused(comm: Communicator) -> None:
     model = tensor_parallelize(model_of("Llama"), "auto", comm)
     before = dict(model.named_modules())
     for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
         with pytest.raises(ValueError, match=r"read whole weights.*before tensor_parallelize"):
             add_adapters(model, config_of("Llama", **options))
-    torch.manual_seed(comm.rank)
-    with pytest.raises(ValueError, match=r"lora_A.default' on rank 1 is not that on rank 0"):
-        add_adapters(model, config_of("Llama"))
     assert before == dict(model.named_modules())
+
+
+@pytest.mark.parametrize("how", ["linear", "cat", "add", "load"])
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+@on_ranks(2)
+def test_adapters_that_come_after_sharding(
+    comm: Communicator, name: str, how: str, tmp_path: Path
+) -> None:
+    """As on the whole model. Ranks are in other states of the random number generator."""
+    first = config_of(name, init_lora_weights=False)
+    torch.manual_seed(4)
+    whole = peft.get_peft_model(model_of(name).double(), first, "a")
+    whole.add_adapter("b", first)
+    saved = tmp_path / str(comm.rank)
+    whole.save_pretrained(saved, selected_adapters=["b"])
+    sharded = tensor_parallelize(copy.deepcopy(whole), "auto", comm)
+    for model in (whole, sharded):
+        torch.manual_seed(5 + (comm.rank if model is sharded else 0))
+        if how == "add":
+            model.add_adapter("c", config_of(name, init_lora_weights="gaussian"))
+        elif how == "load":
+            model.load_adapter(saved / "b", "c")
+        else:
+            model.add_weighted_adapter(["a", "b"], [0.7, 0.3], "c", combination_type=how)
+        model.set_adapter("c")
+    assert losses(sharded) == pytest.approx(losses(whole), rel=1e-5)
+    torch.testing.assert_close(full_state_dict(sharded), whole.state_dict(), rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="combination_type='svd' reads whole factors"):
+        sharded.add_weighted_adapter(["a", "b"], [0.7, 0.3], "d")
+    with pytest.raises(ValueError, match="read whole weights"):
+        sharded.add_adapter("d", config_of(name, use_dora=True))
+    assert "update_layer" not in {
+        key for m in tensor_unparallelize(sharded).modules() for key in vars(m)
+    }
 
 
 def test_the_plan_shows_the_parts() -> None:
