@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
@@ -22,6 +23,8 @@ from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_PART = re.compile(r"(.+)\.[a-z_]*(scale|block|quant|absmax|zero)[a-z_]*(\..+)?")
+_FLOATS = ("F64", "F32", "F16", "BF16")  # Of these, a conversion is a value of the other dtype.
 
 
 def load_pretrained(
@@ -48,15 +51,16 @@ def load_pretrained(
     Values are converted to the dtype of the model's parameters and buffers. Of several names of one
     tied parameter the files need only one. Names that the model does not have are ignored, as by
     ``from_pretrained``. Where transformers gives tensors other names in files than in the model,
-    these are known, and where it stacks experts; where it joins or splits tensors otherwise, load
-    by ``from_pretrained`` and shard the model then.
+    these are known, and where it stacks experts; where it joins or splits tensors otherwise, or
+    the weights are quantized, load by ``from_pretrained`` and shard the model then.
 
     Raises:
         FileNotFoundError: there is none of these files, or one that the index names is missing.
         ValueError: a file or the index is malformed, or the index names files of other folders;
             the files lack a parameter or persistent buffer of the model, or have one of
-            another shape; or the value of another buffer on the meta device is not known. The model
-            is then unchanged.
+            another shape, or of integers or float8 in place of floats; the weights are quantized;
+            or the value of another buffer on the meta device is not known. The model is then
+            unchanged.
         ImportError: safetensors is not installed.
     """
     check_kind("model", model, nn.Module, "an nn.Module")
@@ -66,15 +70,12 @@ def load_pretrained(
         files = _renamed(_open(folder, stack), model)
         targets = _targets(model)
         keys = [_key_of(target, files, model) for target in targets]
-        shapes = [None if key is None else tuple(files[key]().get_shape()) for key in keys]
-        problems = [
-            f"they lack {target.names[0]!r}"
-            if shape is None
-            else f"{target.names[0]!r} has the shape {target.full_shape}, in the files {shape}"
-            for target, shape in zip(targets, shapes, strict=True)
-            if shape != target.full_shape
-        ]
-        if problems:
+        _check_not_quantized(folder, files, keys)
+        found = (
+            target.problem(None if key is None else files[key]())
+            for target, key in zip(targets, keys, strict=True)
+        )
+        if problems := list(filter(None, found)):
             shown = "; ".join(problems[:8]) + ("; ..." if len(problems) > 8 else "")
             raise ValueError(
                 f"{folder} does not fit {type(model).__name__}: {shown}; make the model of the "
@@ -103,6 +104,20 @@ class _Target(NamedTuple):
         if isinstance(layer, ShardedLayer) and name in layer.shard_dims:
             return layer.full_shape(name)
         return tuple(self.tensor.shape)
+
+    def problem(self, file: Any) -> str | None:
+        """Why the value cannot be that of ``file``, a tensor in a file, if there is one."""
+        name, tensor = self.names[0], self.tensor
+        if file is None:
+            return f"they lack {name!r}"
+        shape = tuple(file.get_shape())
+        if shape != self.full_shape:
+            return f"{name!r} has the shape {self.full_shape}, in the files {shape}"
+        kind = file.get_dtype()
+        is_byte = kind.startswith("F8") and tensor.element_size() == 1
+        if tensor.is_floating_point() and kind not in _FLOATS and not is_byte:
+            return f"{name!r} has the dtype {tensor.dtype}, in the files {kind} without a scale"
+        return None
 
     def read(self, file: Any) -> Tensor:
         """This rank's part of a tensor in a file."""
@@ -139,6 +154,25 @@ def _targets(model: nn.Module) -> list[_Target]:
                 target.names.append(f"{prefix}.{name}" if prefix else name)
                 target.owners.append((module, name))
     return list(targets.values())
+
+
+def _check_not_quantized(
+    folder: Path, files: Mapping[str, Slice], keys: Sequence[str | None]
+) -> None:
+    """Raise ValueError if the files hold weights that are no values by themselves: the
+    configuration beside them says so, or a tensor is a part of another, such as its scale."""
+    config = folder / "config.json"
+    why = "quantization_config" if config.is_file() else ""
+    if not (why and json.loads(config.read_text()).get(why)):
+        parts = {key: match[1] for key in files if (match := _PART.fullmatch(key))}
+        of = {key: {whole, f"{whole}.weight"} for key, whole in parts.items() if key not in keys}
+        why = next((key for key, wholes in of.items() if not wholes.isdisjoint(keys)), "")
+    if why:
+        raise ValueError(
+            f"the weights in {folder} are quantized: they have {why!r}, and load_pretrained "
+            "applies no scales; load the model by from_pretrained with dequantize=True in its "
+            "quantization config, and shard it then"
+        )
 
 
 def _key_of(target: _Target, files: Mapping[str, Slice], model: nn.Module) -> str | None:

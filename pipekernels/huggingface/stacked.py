@@ -31,6 +31,10 @@ class Stacked:
         """Experts, rows and columns."""
         return [len(self._fused[0]), sum(self._rows), self._columns]
 
+    def get_dtype(self) -> str:
+        """The dtype of the first, by safetensors' name."""
+        return str(self._fused[0][0]().get_dtype())
+
     def __getitem__(self, index: Any) -> Tensor:
         """Read a range of each dimension; of dimensions that ``index`` leaves out, all."""
         given = index if isinstance(index, tuple) else ()

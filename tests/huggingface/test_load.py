@@ -100,7 +100,8 @@ def counting(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
 
     class Slice:
         def __init__(self, inner: Any) -> None:
-            self.inner, self.get_shape = inner, inner.get_shape
+            self.inner = inner
+            self.get_shape, self.get_dtype = inner.get_shape, inner.get_dtype
 
         def __getitem__(self, key: Any) -> torch.Tensor:
             value = self.inner[key]
@@ -188,3 +189,32 @@ def test_buffers_without_a_value_are_refused(tmp_path: Path) -> None:
     model.table = torch.ones(3)
     load_pretrained(model, tmp_path)
     assert model.weight.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, "loaded"),
+        ({"0.weight": torch.ones(2, 2, dtype=torch.bfloat16)}, "loaded"),
+        ({"0.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, "files F8_E4M3 without a scale"),
+        ({"0.weight": torch.ones(2, 2, dtype=torch.int8)}, "files I8 without a scale"),
+        ({"0.weight_scale_inv": torch.ones(1)}, "quantized: they have '0.weight_scale_inv'"),
+        ({"0.input_scale": torch.ones(1)}, "quantized: they have '0.input_scale'"),
+        ({"0.weight_blocks": torch.ones(1)}, "quantized: they have '0.weight_blocks'"),
+        ({"0.weight.quant_state.nf4": torch.ones(1)}, "quantized: they have '0.weight.quant_state"),
+        ({"1.scale": torch.ones(1)}, "loaded"),
+        ({"config": {"quant_method": "fp8"}}, "quantized: they have 'quantization_config'"),
+    ],
+)
+def test_quantized_weights_are_not_taken_for_values(
+    change: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    files = {"0.weight": torch.ones(2, 2)} | change
+    config = files.pop("config", None)
+    save_file(files, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    model = nn.Sequential(nn.Linear(2, 2, bias=False)).requires_grad_(False)
+    model[0].weight.zero_()
+    with pytest.raises(ValueError, match=says) if says != "loaded" else contextlib.nullcontext():
+        load_pretrained(model, tmp_path)
+    assert model[0].weight.all() == (says == "loaded")
