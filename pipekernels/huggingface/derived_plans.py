@@ -8,8 +8,12 @@ feature of an MLP. Where the layers of a group have the same blocks in the same 
 have some of the blocks each: the layers that feed others are column-parallel, those that are fed
 row-parallel.
 
-Which attributes count heads is found by trial: each group is sharded over two ranks, which are
+Trials find the attributes that count heads: each group is sharded over two ranks, which are
 threads, and its plan is taken only if outputs and all gradients equal those of the whole copy.
+
+Two layers do not show what the others do. So the plan is tried again on a small copy with all
+layers and other sizes, in evaluation and training, on a token and on a long text. The model itself
+must be like this copy: :mod:`pipekernels.huggingface.likeness`.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from itertools import combinations, groupby
@@ -28,12 +31,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipekernels.comm import Communicator
+from pipekernels.huggingface.likeness import (
+    Description,
+    check_alike,
+    described,
+    named,
+    without_numbers,
+)
 from pipekernels.huggingface.small_models import small_model
+from pipekernels.huggingface.trials import Case, cases_of, difference, results, tensors_of
 from pipekernels.tensor_parallel.full_layer import features_of, linear_classes
-from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize
 from pipekernels.tensor_parallel.plan.providers import ProvidedPlan
-from pipekernels.tensor_parallel.state import full_state_dict
 
 _log = logging.getLogger(__name__)
 
@@ -42,9 +50,6 @@ MOST_FEATURES = 3600
 """Most input features of all linear layers together: each takes a backward."""
 MOST_TRIALS = 24
 """Most trials for one group: which attributes to divide."""
-
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Tolerated difference, as a share of the largest magnitude: sums are in another order."""
 
 Reached = dict[nn.Module, Tensor]  # By producer: bool, [its features] or [features, its features].
 
@@ -56,15 +61,12 @@ class Derived(NamedTuple):
     divided: Mapping[str, tuple[str, ...]]
     refused: Mapping[str, str]
     """By layers that stay whole: why."""
-
-
-def without_numbers(name: str) -> str:
-    """``name`` with ``*`` in place of numbers."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+    copy: Description
+    """Of the small copy with all layers."""
 
 
 def derive(model_class: type[nn.Module], config: Any) -> Derived:
-    """The plan for models of a class of transformers and a configuration, from a small copy.
+    """The plan for models of a class of transformers and a configuration, from small copies.
 
     Raises:
         ValueError: no small copy can be made or run.
@@ -75,10 +77,14 @@ def derive(model_class: type[nn.Module], config: Any) -> Derived:
         for context in (*clean, torch.random.fork_rng(devices=[]), _quiet()):
             stack.enter_context(context)
         torch.manual_seed(0)
-        return _derive(*small_model(model_class, config))
+        deep, _ = small_model(model_class, config, deep=True)
+        return _derive(*small_model(model_class, config), deep)
 
 
-def _derive(model: nn.Module, inputs: dict[str, Tensor]) -> Derived:
+def _derive(model: nn.Module, inputs: dict[str, Tensor], deep: nn.Module) -> Derived:
+    copy_of_all = described(deep)
+    cases = [Case(False, inputs, results(copy.deepcopy(model), False, inputs))]
+    deep_cases = cases_of(deep)
     flow = _Flow(copy.deepcopy(model), inputs)
     names = {name: without_numbers(name) for name, _ in model.named_modules()}
     kinds: dict[str, str] = {}
@@ -97,17 +103,23 @@ def _derive(model: nn.Module, inputs: dict[str, Tensor]) -> Derived:
         plan = {name: own[wild] for name, wild in names.items() if wild in own}
         split = blocks.split_parameters(model)
         hooked = {name: split[wild] for name, wild in names.items() if wild in split}
+        why: str | None = "nothing was tried"
         trials = _trials(model, plan, blocks.count)
         for attributes, more in ((a, m) for m in ([{}, hooked] if split else [{}]) for a in trials):
-            why = _difference(model, inputs, plan | more, attributes)
+            why = difference(model, cases, plan | more, attributes, RANKS)
             if why is None:
-                kinds |= own | (split if more else {})
-                for name, keys in attributes.items():
-                    divided[names[name]] = tuple(keys)
+                own |= split if more else {}
+                keys = {names[name]: tuple(keys) for name, keys in attributes.items()}
+                why = blocks.unknown_in_model(model, attributes) or difference(
+                    deep, deep_cases, named(deep, own), named(deep, keys), RANKS
+                )
+                if why is None:
+                    kinds |= own
+                    divided |= keys
                 break
-        else:
-            refused[shown] = why or "nothing was tried"
-    return Derived(kinds, divided, refused)
+        if why is not None:
+            refused[shown] = why
+    return Derived(kinds, divided, refused, copy_of_all)
 
 
 @contextmanager
@@ -226,6 +238,7 @@ class _Blocks:
 
     Attributes:
         count: their number.
+        size: the fewest features of a layer in one.
     """
 
     def __init__(
@@ -261,6 +274,7 @@ class _Blocks:
             key: [number[find(start + i)] for i in range(features_of(key[0])[not key[1]])]
             for key, start in starts.items()
         }
+        self.size = min(len(list(same)) for of in self._of.values() for _, same in groupby(of))
 
     def kinds(self) -> dict[str, str] | None:
         """By names without numbers; None if the blocks cannot be divided among ranks."""
@@ -294,6 +308,21 @@ class _Blocks:
                 if shapes and is_shared and not isinstance(module, linear_classes()):
                     found[without_numbers(f"{name}.{child}")] = "replicated_with_grad_allreduce"
         return found
+
+    def unknown_in_model(
+        self, model: nn.Module, divided: Mapping[str, Sequence[str]]
+    ) -> str | None:
+        """Says so if the number of blocks in the model itself, of other sizes, is not known: they
+        are not single features, nor counted by an attribute to divide, nor heads of a known size.
+        """
+        values = [getattr(model.get_submodule(n), k) for n, keys in divided.items() for k in keys]
+        if self.size == 1 or self.count in values:
+            return None
+        for layer in self._producers:
+            owner = vars(model.get_submodule(self._flow.names[layer].rpartition(".")[0]))
+            if any("head" in key and value == self.size for key, value in owner.items()):
+                return None
+        return f"it has blocks of {self.size} features, of which a rank's share may cut some"
 
     def split_parameters(self, model: nn.Module) -> dict[str, str]:
         """The kind of modules that own producers and parameters that may count heads."""
@@ -351,68 +380,16 @@ def _trials(model: nn.Module, plan: Mapping[str, str], blocks: int) -> list[dict
     ][:MOST_TRIALS]
 
 
-def _difference(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    plan: Mapping[str, str],
-    divided: Mapping[str, Sequence[str]],
-) -> str | None:
-    """How the sharded model differs from ``model``, if it does."""
-    whole, *copies = (copy.deepcopy(model) for _ in range(RANKS + 1))
-    expected = _outputs_and_gradients(whole, inputs, full_state_dict)
-
-    def on_rank(comm: Communicator, own: nn.Module) -> str | None:
-        with comm:
-            for name, keys in divided.items():
-                module = own.get_submodule(name)
-                for key in keys:
-                    setattr(module, key, getattr(module, key) // RANKS)
-            tensor_parallelize(own, plan, comm)
-            found = _outputs_and_gradients(own, inputs, full_state_dict)
-        for key, value in expected.items():
-            if found[key].shape != value.shape:
-                return f"{key} has the shape {tuple(found[key].shape)}"
-            bound = TOLERANCE[value.dtype] * value.abs().max().clamp_min(1e-6)
-            if not (found[key] - value).abs().max() <= bound:
-                return f"{key} differs"
-        return None
-
-    with ThreadPoolExecutor(RANKS) as pool:
-        ranks = [
-            pool.submit(on_rank, comm, own)
-            for comm, own in zip(Communicator.threads(RANKS), copies, strict=True)
-        ]
-        try:
-            return next(filter(None, [rank.result() for rank in ranks]), None)
-        except Exception as error:  # noqa: BLE001 - whatever the model raises for wrong sizes
-            return f"{type(error).__name__}: {error}"
-
-
-def _outputs_and_gradients(
-    model: nn.Module, inputs: Mapping[str, Tensor], full_state: Any
-) -> dict[str, Tensor]:
-    outputs = tensors_of(model(**inputs))
-    torch.stack([o.square().mean() for o in outputs if o.requires_grad]).sum().backward()
-    for parameter in model.parameters():  # So that the full state is that of gradients.
-        grad = parameter.grad
-        parameter.data = torch.zeros_like(parameter) if grad is None else grad
-    found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-    gradients = {f"the gradient of {k}": v for k, v in full_state(model).items()}
-    return found | {k: v for k, v in gradients.items() if v.is_floating_point()}
-
-
-def tensors_of(output: Any) -> list[Tensor]:
-    """The floating tensors of a model's output."""
-    values = output.values() if isinstance(output, Mapping) else [output]
-    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
-
-
 _known: dict[tuple[type[nn.Module], str], Derived] = {}
 _lock = threading.Lock()  # Held while one is derived: ranks may be threads.
 
 
 def derived_plan(model: Any, config: Any) -> ProvidedPlan:
-    """The derived plan for a model of transformers; empty if nothing of it can be sharded."""
+    """The derived plan for a model of transformers; empty if nothing of it can be sharded.
+
+    Raises:
+        ValueError: the model is not like its small copy.
+    """
     key = type(model), config.to_json_string(use_diff=False)
     with _lock:
         if key not in _known:
@@ -420,11 +397,10 @@ def derived_plan(model: Any, config: Any) -> ProvidedPlan:
                 _known[key] = derive(type(model), config)
             except ValueError as error:
                 _log.info("no plan is derived for %s: %s", type(model).__name__, error)
-                _known[key] = Derived({}, {}, {})
+                _known[key] = Derived({}, {}, {}, {})
         derived = _known[key]
     for layers, why in derived.refused.items():
         _log.info("%s of %s stay whole: %s", layers, type(model).__name__, why)
-    names = [name for name, _ in model.named_modules()]
-    kinds = {n: kind for n in names if (kind := derived.kinds.get(without_numbers(n)))}
-    divided = {n: keys for n in names if (keys := derived.divided.get(without_numbers(n)))}
-    return ProvidedPlan(kinds, divided)
+    kinds = named(model, derived.kinds)
+    check_alike(model, derived.copy, kinds)
+    return ProvidedPlan(kinds, named(model, derived.divided))

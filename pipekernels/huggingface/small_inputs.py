@@ -12,23 +12,23 @@ from torch import Tensor
 VOCABULARY, TOKENS, FRAMES, PATCHES = 61, 7, 128, 16
 
 
-def inputs_for(model: Any, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """Inputs that the model may take. In each layout: its main one, then with what it requires and
-    tokens or images, then with all that are known here."""
+def inputs_for(model: Any, dtype: torch.dtype, length: int = TOKENS) -> Iterator[dict[str, Tensor]]:
+    """Inputs that the model may take, texts of ``length`` tokens. In each layout: its main one,
+    then with what it requires and tokens or images, then with all that are known here."""
     parameters = inspect.signature(model.forward).parameters
     main = model.main_input_name
     names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD] or [main]
     main = main if main in names else names[0]
     required = [n for n, p in parameters.items() if n in names and p.default is p.empty]
     seen: set[tuple[Any, ...]] = set()
-    for made in _layouts(model.config, dtype):
+    for made in _layouts(model.config, dtype, length):
         if main.endswith(("embeds", "hidden_states", "latents")):
             made.setdefault(main, made["query_embeds"])
         if main not in made:
             continue
         first = made[main]
-        length = first.shape[-1] if first.dim() == 2 else first.shape[1]
-        made["attention_mask"] = torch.ones(2, length, dtype=torch.long)
+        steps = first.shape[-1] if first.dim() == 2 else first.shape[1]
+        made["attention_mask"] = torch.ones(2, steps, dtype=torch.long)
         few = [main]
         if getattr(model.config, "is_encoder_decoder", False):
             few.append("decoder_input_ids")
@@ -40,7 +40,7 @@ def inputs_for(model: Any, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
                 yield inputs
 
 
-def _layouts(config: Any, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+def _layouts(config: Any, dtype: torch.dtype, length: int) -> Iterator[dict[str, Tensor]]:
     """Inputs by name: images whole and sound as frames of features last; as patches in a row and
     frames in a row; as videos; as rows of patches for each image."""
     sizes = _sizes(config)
@@ -58,16 +58,16 @@ def _layouts(config: Any, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
     def real(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype)
 
-    tokens = torch.randint(3, VOCABULARY, (2, TOKENS))
+    tokens = torch.randint(3, VOCABULARY, (2, length))
     grid = torch.tensor([[1, 4, 4]])
     common = {
         "input_ids": tokens,
         "qformer_input_ids": tokens,
-        "decoder_input_ids": torch.randint(3, VOCABULARY, (2, 5)),
-        "bbox": torch.tensor([1, 2, 3, 4]).expand(2, TOKENS, 4),
+        "decoder_input_ids": torch.randint(3, VOCABULARY, (2, max(1, length - 2))),
+        "bbox": torch.tensor([1, 2, 3, 4]).expand(2, length, 4),
         "visual_feats": real(2, 3, sizes.get("visual_feat_dim") or 8),
         "visual_pos": real(2, 3, 4),
-        "query_embeds": real(2, TOKENS, hidden),
+        "query_embeds": real(2, length, hidden),
         "past_values": real(2, sizes.get("context_length") or 32, channels),
         "grid_thw": grid,
         "image_grid_thw": grid,

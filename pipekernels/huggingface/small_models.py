@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipekernels.huggingface.small_inputs import VOCABULARY, inputs_for
+from pipekernels.huggingface.small_inputs import TOKENS, VOCABULARY, inputs_for
 
-WIDTH, INNER, LAYERS, QUERIES, KEYS, LENGTH = 32, 48, 2, 4, 2, 64
-_SIZES = (
+LAYERS, KEYS, LENGTH = 2, 2, 64
+_SMALL: dict[Any, int] = {"width": 32, "inner": 48, "queries": 4}
+# Of a copy with all layers. Half are 13 features and 3 heads: what computes in groups of several
+# does not fit them, and is not taken for what computes in single ones.
+_DEEP: dict[Any, int] = {"width": 48, "inner": 26, "queries": 6}
+_SIZES: tuple[tuple[Any, str], ...] = (
     (
-        WIDTH,
+        "width",
         """
         hidden_size hidden_sizes d_model n_embd dim embed_dim embedding_size d_embed
         word_embed_proj_dim projection_dim attention_hidden_size lru_width conv_dim
@@ -23,7 +27,7 @@ _SIZES = (
         """,
     ),
     (
-        INNER,
+        "inner",
         """
         intermediate_size ffn_dim d_ff n_inner hidden_dim encoder_ffn_dim decoder_ffn_dim
         moe_intermediate_size shared_expert_intermediate_size ffn_hidden_size inner_dim
@@ -39,7 +43,7 @@ _SIZES = (
         """,
     ),
     (
-        QUERIES,
+        "queries",
         """
         num_attention_heads n_head n_heads num_heads encoder_attention_heads
         decoder_attention_heads num_experts num_local_experts n_routed_experts
@@ -58,10 +62,10 @@ _SIZES = (
         VOCABULARY,
         """
         vocab_size decoder_vocab_size vocab_size_per_layer_input entity_vocab_size
-        unpadded_vocab_size encoder_hash_byte_group_vocab
+        unpadded_vocab_size encoder_hash_byte_group_vocab src_vocab_size tgt_vocab_size
         """,
     ),
-    (2 * WIDTH, "mamba_d_ssm"),
+    (64, "mamba_d_ssm"),
     (16, "kv_lora_rank q_lora_rank qk_head_dim mamba_d_state mamba_chunk_size"),
     (8, "qk_nope_head_dim qk_rope_head_dim v_head_dim mamba_n_heads mamba_d_head"),
     (
@@ -86,33 +90,42 @@ _SIZES = (
     (0, "pad_token_id num_kv_shared_layers"),
     (2, "eos_token_id"),
 )
-_FIELDS = {field: size for size, fields in _SIZES for field in fields.split()}
+_FIELDS, _DEEP_FIELDS = (
+    {field: sizes.get(size, size) for size, fields in _SIZES for field in fields.split()}
+    for sizes in (_SMALL, _DEEP)
+)
 _COUNTS = [field for field, size in _FIELDS.items() if size == LAYERS and "layer" in field]
 _FILLED = (
     "head_dim", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "vocab_size",
     "pad_token_id", "num_key_value_heads",
 )  # fmt: skip
+_OF_LAYERS = (
+    "first_k_dense_replace", "depths", "blocks_per_stage", "attn_layer_indices",
+    "attn_layer_offset", "attn_layer_period", "num_kv_shared_layers",
+)  # fmt: skip
 MOST_PARAMETERS = 20_000_000
 
 
-def small_config(config: Any, *, filled: bool = False) -> Any:
-    """``config`` of a few features, heads and layers; its flags stay.
+def small_config(config: Any, *, filled: bool = False, deep: bool = False) -> Any:
+    """``config`` of a few features, heads and layers, without randomness in training; its flags
+    stay.
 
     Args:
         config: of the large model.
         filled: give sizes where it has None, and rotary sections where it names none.
+        deep: keep all layers.
 
     Raises:
         ValueError: its class takes no such sizes.
     """
     kept: dict[str, Any] = config.to_dict()
-    layers = _sampled_layers(kept)
+    layers = None if deep else _sampled_layers(kept)
     fields = {name: _small(name, value, kept, layers) for name, value in kept.items()}
     if filled:
         missing = [name for name in _FILLED if name in kept and kept[name] is None]
         fields |= {name: _FIELDS[name] for name in missing}
         if "layer_types" in kept and not kept["layer_types"]:
-            fields["layer_types"] = ["full_attention"] * LAYERS
+            fields["layer_types"] = ["full_attention"] * (_count(kept) if deep else LAYERS)
         if set(fields.get("layer_types") or ()) == {"linear_attention"}:
             fields["layer_types"] = ["linear_attention", "full_attention"]
         if "attn_layer_indices" in kept and not kept["attn_layer_indices"]:
@@ -126,7 +139,7 @@ def small_config(config: Any, *, filled: bool = False) -> Any:
     for name in getattr(config, "sub_configs", {}):
         inner = getattr(config, name, None)
         if inner is not None:
-            fields[name] = small_config(inner, filled=filled).to_dict()
+            fields[name] = small_config(inner, filled=filled, deep=deep).to_dict()
     failure: Exception | None = None
     changed = [name for name, value in fields.items() if value != kept[name]]
     for left in ([], *([name] for name in changed)):
@@ -139,7 +152,7 @@ def small_config(config: Any, *, filled: bool = False) -> Any:
 
 def _sampled_layers(fields: Mapping[str, Any]) -> list[int]:
     """Which layers the small model has: the first, and the first one of another kind."""
-    count = next((n for name in _COUNTS if type(n := fields.get(name)) is int), 0)
+    count = _count(fields)
     words = [v for v in fields.values() if _is_list(v) and len(v) == count]
     kinds = [tuple(map(repr, kind)) for kind in zip(*words, strict=True)]
     kinds = [tuple(word for word in kind if word.startswith("'")) for kind in kinds]
@@ -147,21 +160,33 @@ def _sampled_layers(fields: Mapping[str, Any]) -> list[int]:
     return [0, unlike.index(max(unlike)) or min(1, count - 1)]
 
 
+def _count(fields: Mapping[str, Any]) -> int:
+    """The number of layers."""
+    return next((n for name in _COUNTS if type(n := fields.get(name)) is int), 0)
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 0
 
 
-def _small(name: str, value: Any, fields: Mapping[str, Any], layers: Sequence[int]) -> Any:
-    """What becomes of a field of a configuration."""
-    size = _FIELDS.get(name)
-    count = next((n for name in _COUNTS if type(n := fields.get(name)) is int), 0)
-    if _is_list(value) and len(value) == count and size != LAYERS:
+def _small(name: str, value: Any, fields: Mapping[str, Any], layers: Sequence[int] | None) -> Any:
+    """What becomes of a field of a configuration, of which ``layers``, or all, are kept."""
+    sizes = _DEEP_FIELDS if layers is None else _FIELDS
+    size = sizes.get(name)
+    if type(value) is float and ("drop" in name or "jitter" in name or name.endswith("_prob")):
+        return 0.0
+    if layers is None:
+        if name in _COUNTS or name in _OF_LAYERS or name == "block_types":
+            return value
+        layers = range(_count(fields))
+    if _is_list(value) and len(value) == _count(fields) and size != LAYERS:
         value = [value[layer] for layer in layers]
     if size is not None and _is_list(value) and all(type(v) is int for v in value):
         return [size] * len(value)
     if size is not None and type(value) is int:
         is_of_all = name in ("num_key_value_heads", "num_kv_heads")
-        return QUERIES if is_of_all and value == fields.get("num_attention_heads") else size
+        heads = fields.get("num_attention_heads")
+        return sizes["num_attention_heads"] if is_of_all and value == heads else size
     if name == "block_types":
         return list(dict.fromkeys(value))
     if name in ("rope_parameters", "rope_scaling") and "mrope_section" in (value or {}):
@@ -176,12 +201,15 @@ def _small(name: str, value: Any, fields: Mapping[str, Any], layers: Sequence[in
     return value
 
 
-def small_model(model_class: type[nn.Module], config: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+def small_model(
+    model_class: type[nn.Module], config: Any, *, deep: bool = False
+) -> tuple[nn.Module, dict[str, Tensor]]:
     """A small model in evaluation mode with inputs that it takes, in float64 if it runs there.
 
     Args:
         model_class: of transformers.
         config: the configuration of the large model.
+        deep: with all layers, else with two.
 
     Raises:
         ValueError: it cannot be made, or does not run with inputs that can be made here.
@@ -189,7 +217,7 @@ def small_model(model_class: type[nn.Module], config: Any) -> tuple[nn.Module, d
     failure: ValueError | None = None
     for filled in (False, True):
         try:
-            return _running(model_class, small_config(config, filled=filled))
+            return _running(model_class, small_config(config, filled=filled, deep=deep))
         except ValueError as error:
             failure = failure or error
     assert failure is not None
@@ -212,18 +240,33 @@ def _running(kind: Any, small: Any) -> tuple[nn.Module, dict[str, Tensor]]:
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter += torch.randn_like(parameter) * 0.05
+                for module in model.modules():
+                    if isinstance(module, nn.Dropout):
+                        module.p = 0.0
             except Exception as error:
                 raise ValueError(f"{kind.__name__} has no small form: {error}") from error
-            for inputs in inputs_for(model, dtype):
-                try:
-                    with torch.no_grad():
-                        model(**inputs)
-                except Exception as error:  # noqa: BLE001 - whatever the model raises
-                    failure = failure or error
-                else:
-                    return model, inputs
+            inputs, problem = running_inputs(model, dtype)
+            if inputs is not None:
+                return model, inputs
+            failure = failure or problem
     why = failure or f"its main input, {model.main_input_name}, is not known here"
     raise ValueError(f"a small {kind.__name__} does not run: {why}")
+
+
+def running_inputs(
+    model: nn.Module, dtype: torch.dtype, length: int = TOKENS
+) -> tuple[dict[str, Tensor] | None, Exception | None]:
+    """The first inputs with which ``model`` runs; or what it first raised, if anything."""
+    failure: Exception | None = None
+    for inputs in inputs_for(model, dtype, length):
+        try:
+            with torch.no_grad():
+                model(**inputs)
+        except Exception as error:  # noqa: BLE001 - whatever the model raises
+            failure = failure or error
+        else:
+            return inputs, None
+    return None, failure
 
 
 def _parts(config: Any) -> Iterator[Any]:

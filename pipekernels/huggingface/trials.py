@@ -1,0 +1,123 @@
+"""Tries a plan on a small model: outputs and all gradients, beside those of the whole model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipekernels.comm import Communicator
+from pipekernels.huggingface.small_models import running_inputs
+from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize
+from pipekernels.tensor_parallel.state import full_state_dict
+
+LENGTHS = (1, 60)
+"""Of the texts on which a model is tried; a decoder's later steps have one token."""
+TOLERANCE = {torch.float64: 2**-22, torch.float32: 1e-3}
+"""Tolerated difference, as a share of the largest magnitude. Sums are in another order, and many
+models of float64 compute some in float32: four units in its last place."""
+
+
+class Case(NamedTuple):
+    """A mode and an input of a whole model, and what comes of it."""
+
+    training: bool
+    inputs: Mapping[str, Tensor]
+    expected: Mapping[str, Tensor]
+
+
+def cases_of(model: nn.Module) -> list[Case]:
+    """Evaluation and training on inputs of all ``LENGTHS``.
+
+    Raises:
+        ValueError: ``model`` does not run, or gives other results the second time.
+    """
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    own, again = copy.deepcopy(model), copy.deepcopy(model)
+    found = [running_inputs(model, dtype, length) for length in LENGTHS]
+    modes = [(training, inputs) for training in (False, True) for inputs, _ in found if inputs]
+    try:
+        for _, error in found:
+            if error is not None:
+                raise error
+        cases = [Case(*mode, results(own, *mode)) for mode in modes]
+    except Exception as error:
+        raise ValueError(f"the small copy with all layers fails: {error}") from error
+    if _difference(cases, [results(again, *mode) for mode in modes]):
+        raise ValueError("the small copy draws random numbers in its forward")
+    return cases
+
+
+def difference(
+    model: nn.Module,
+    cases: Sequence[Case],
+    plan: Mapping[str, str],
+    divided: Mapping[str, Sequence[str]],
+    world_size: int,
+) -> str | None:
+    """How the sharded model differs from ``model``, if it does.
+
+    Args:
+        model: the whole model.
+        cases: of it.
+        plan: of ``tensor_parallelize``; by names.
+        divided: by names of modules, attributes to divide by the number of ranks.
+        world_size: the number of ranks, which are threads.
+    """
+    copies = [copy.deepcopy(model) for _ in range(world_size)]
+
+    def on_rank(comm: Communicator, own: nn.Module) -> str | None:
+        with comm:
+            for name, keys in divided.items():
+                module = own.get_submodule(name)
+                for key in keys:
+                    setattr(module, key, getattr(module, key) // world_size)
+            tensor_parallelize(own, plan, comm)
+            return _difference(cases, [results(own, c.training, c.inputs) for c in cases])
+
+    with ThreadPoolExecutor(world_size) as pool:
+        ranks = [
+            pool.submit(on_rank, comm, own)
+            for comm, own in zip(Communicator.threads(world_size), copies, strict=True)
+        ]
+        try:
+            return next(filter(None, [rank.result() for rank in ranks]), None)
+        except Exception as error:  # noqa: BLE001 - whatever the model raises for wrong sizes
+            return f"{type(error).__name__}: {error}"
+
+
+def _difference(cases: Sequence[Case], found: Sequence[Mapping[str, Tensor]]) -> str | None:
+    for case, values in zip(cases, found, strict=True):
+        for key, value in case.expected.items():
+            if values[key].shape != value.shape:
+                return f"{key} has the shape {tuple(values[key].shape)}"
+            bound = TOLERANCE[value.dtype] * value.abs().max().clamp_min(1e-6)
+            if not (values[key] - value).abs().max() <= bound:
+                return f"{key} differs" + " in training" * case.training
+    return None
+
+
+def results(model: nn.Module, training: bool, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The outputs, and the gradients and buffers of the full model."""
+    model.train(training).zero_grad()
+    outputs = tensors_of(model(**inputs))
+    torch.stack([o.square().mean() for o in outputs if o.requires_grad]).sum().backward()
+    weights = {parameter: parameter.data for parameter in model.parameters()}
+    for parameter in weights:  # So that the full state is that of gradients.
+        grad = parameter.grad
+        parameter.data = torch.zeros_like(parameter) if grad is None else grad
+    gradients = {f"the gradient of {k}": v for k, v in full_state_dict(model).items()}
+    for parameter, data in weights.items():
+        parameter.data = data
+    found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    return found | {k: v.clone() for k, v in gradients.items() if v.is_floating_point()}
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The floating tensors of a model's output."""
+    values = output.values() if isinstance(output, Mapping) else [output]
+    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
