@@ -39,6 +39,7 @@ class TrainerMixin:
     args: Any
     gather_function: Any
     model: nn.Module
+    state: Any
     optimizer: Any  # accelerate's wrapper of one.
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -55,9 +56,18 @@ class TrainerMixin:
         base.create_accelerator_and_postprocess()
         adapt_accelerator(self.accelerator, self.model)
         self.gather_function = self.accelerator.gather_for_metrics
+        # get_tp_size() divides what is summed over the ranks; without the sum it would divide too.
+        self.args.average_tokens_across_devices = True
 
     def get_tp_size(self) -> int:
         return int(self.args.world_size)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        base: Any = super()
+        before = self.state.num_input_tokens_seen
+        base._track_num_input_tokens(inputs)  # Adds those of all ranks, which have the same.
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.get_tp_size()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         base: Any = super()

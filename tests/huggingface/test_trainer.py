@@ -59,7 +59,8 @@ def train(
         output, max_steps=6, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         per_device_eval_batch_size=2, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=LIMIT,
         logging_steps=1, save_steps=3, eval_strategy="steps", eval_steps=3, use_cpu=True,
-        load_best_model_at_end=True, report_to="none", disable_tqdm=True, **options,
+        load_best_model_at_end=True, report_to="none", disable_tqdm=True,
+        include_num_input_tokens_seen="all", **options,
     )  # fmt: skip
     model, trainer_class = build(kind), transformers.Trainer
     if comm.world_size > 1:
@@ -67,12 +68,17 @@ def train(
     trainer = trainer_class(model, arguments, train_dataset=data[:25], eval_dataset=data[25:])
     trainer.train(resume_from_checkpoint=resume)
     log = trainer.state.log_history
-    found = {key: [e[key] for e in log if key in e] for key in ("loss", "grad_norm", "eval_loss")}
+    keys = ("loss", "grad_norm", "eval_loss", "num_input_tokens_seen")
+    found = {key: [e[key] for e in log if key in e] for key in keys}
     found["grad_norm"] = [float(norm) for norm in found["grad_norm"]]
     predicted = trainer.predict(data[25:])
     found["shape"] = list(predicted.predictions.shape)
     found["predictions"] = predicted.predictions.flatten().tolist()
     return found
+
+
+def alone_in_counting(comm: Communicator, kind: str, output: str) -> dict[str, list[Any]]:
+    return train(comm, kind, output, average_tokens_across_devices=False)
 
 
 def assert_like(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> None:
@@ -100,6 +106,8 @@ def test_trainer_gives_what_one_process_does_and_either_goes_on(kind: str, tmp_p
     for ranks, folder in ((2, alone), (2, sharded), (1, sharded)):
         for found in run_processes(ranks, train, kind, folder, f"{folder}/checkpoint-3"):
             assert_like(found, expected)
+    for found in run_processes(2, alone_in_counting, kind, sharded):
+        assert_like(found, expected)
 
 
 def load(path: Path) -> dict[str, Any]:
