@@ -1,4 +1,4 @@
-"""``generate`` of transformers models with sharded layers compares the ranks before it begins."""
+"""``generate`` of transformers models with sharded layers: the same decisions on all ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -19,12 +20,37 @@ from pipekernels.tensor_parallel.changes import add_forward_pre_hook, set_attrib
 from pipekernels.tensor_parallel.plan.agreement import ranks_unlike_first
 
 
-def compare_ranks_in_generate(model: nn.Module) -> None:
-    """Let ``generate`` of every transformers model in ``model`` that has sharded layers first check
-    that all ranks got the same inputs and, if it samples, will draw the same random numbers."""
+def adapt_generate(model: nn.Module) -> None:
+    """Let ``generate`` of every transformers model in ``model`` that has sharded layers check that
+    all ranks got the same inputs and, if it samples, will draw the same random numbers; stop where
+    rank 0 does; and make caches of a rank's heads."""
     for module in sharded_models(model):
         if module.can_generate():
             set_attribute(module, "generate", MethodType(_generate, module))
+            criteria = MethodType(_stopping_criteria, module)
+            set_attribute(module, "_get_stopping_criteria", criteria)
+            set_attribute(module, "_get_static_cache_init_shape", _unknown_shape)
+
+
+def _unknown_shape() -> None:
+    """Lets the first keys and values decide the shapes of a static cache, not the configuration."""
+
+
+def _stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Clocks of ranks differ, and what criteria of others read may."""
+    criteria = type(self)._get_stopping_criteria(self, *args, **kwargs)
+    for i, own in enumerate(criteria):
+        kind = type(own)
+        if kind.__name__ == "MaxTimeCriteria" or not kind.__module__.startswith("transformers."):
+            criteria[i] = partial(_as_on_rank_0, own, communicators(self))
+    return criteria
+
+
+def _as_on_rank_0(own: Any, comms: list[Communicator], *args: Any, **kwargs: Any) -> Tensor:
+    is_done: Tensor = own(*args, **kwargs)
+    for comm in comms:
+        comm.broadcast(is_done)
+    return is_done
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from pipekernels.huggingface.derived_plans import derived_plan
-from pipekernels.huggingface.generation import compare_ranks_in_generate, warn_of_attentions
+from pipekernels.huggingface.generation import adapt_generate, warn_of_attentions
 from pipekernels.huggingface.pretrained import save_full_models
 from pipekernels.tensor_parallel.experts import is_experts
 from pipekernels.tensor_parallel.plan.providers import PlanProvider, ProvidedPlan, base_of
@@ -45,7 +45,7 @@ class Transformers(PlanProvider):
 
     def prepare(self, model: nn.Module) -> None:
         save_full_models(model)
-        compare_ranks_in_generate(model)
+        adapt_generate(model)
         if sharded_layers(model):
             warn_of_attentions(base_of(model))
 

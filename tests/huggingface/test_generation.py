@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.levels import in_gate
 from support.models import DECODERS, KINDS_OF_DECODERS, model_of, run_sharded, tokens
-from support.ranks import run_processes
+from support.ranks import on_ranks, run_processes
 from torch import Tensor
 
 from pipekernels import Communicator, tensor_parallelize
@@ -33,7 +33,8 @@ def test_greedy_tokens_are_those_of_one_process(name: str, world_size: int) -> N
     def body(model: Any, _: Communicator) -> None:
         assert torch.equal(model.generate(prompt, do_sample=False, **COUNT), expected)
         static = {"cache_implementation": "static"}
-        assert torch.equal(model.generate(prompt, do_sample=False, **COUNT, **static), expected)
+        for more in (static, static | {"prefill_chunk_size": 2}):
+            assert torch.equal(model.generate(prompt, do_sample=False, **COUNT, **more), expected)
 
     run_sharded(plain, world_size, body)
 
@@ -70,6 +71,21 @@ def test_sampled_tokens_are_the_same_on_all_ranks(world_size: int, names: list[s
     assert all(other == first for other in others)
     for name, rows in first.items():
         assert [len(row) for row in rows] == [69, 69] and rows[0] != rows[1], name
+
+
+@pytest.mark.parametrize("stop", [{"max_time": 0.05}, {"stopping_criteria": None}], ids=str)
+@on_ranks(2)
+def test_ranks_stop_where_rank_0_does(comm: Communicator, stop: dict[str, Any]) -> None:
+    late = [lambda ids, _, **__: torch.full((2,), ids.shape[1] > 6 + 4 * comm.rank)]
+    if "max_time" not in stop:
+        stop = {"stopping_criteria": late}
+    model = tensor_parallelize(model_of("Llama").eval(), "auto", comm)
+    for _ in range(5):
+        found = model.generate(tokens(2, 5), max_new_tokens=300, eos_token_id=None, **stop)
+        lengths = comm.all_gather(torch.tensor([found.shape[1]])).tolist()
+        assert lengths[0] == lengths[1] < 305
+    if "max_time" not in stop:
+        assert lengths == [7, 7]
 
 
 def test_ranks_that_would_disagree_are_told_before() -> None:
