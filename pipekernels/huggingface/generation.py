@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 import zlib
-from collections.abc import Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -17,13 +15,12 @@ from torch import Tensor, nn
 from pipekernels.comm import Communicator
 from pipekernels.huggingface.pretrained import communicators, sharded_models
 from pipekernels.tensor_parallel.changes import add_forward_pre_hook, set_attribute
-from pipekernels.tensor_parallel.plan.agreement import ranks_unlike_first
 
 
 def adapt_generate(model: nn.Module) -> None:
     """Let ``generate`` of every transformers model in ``model`` that has sharded layers check that
-    all ranks got the same inputs and, if it samples, will draw the same random numbers; stop where
-    rank 0 does; and make caches of a rank's heads."""
+    ranks will draw the same random numbers, if it samples; stop where rank 0 does; and make caches
+    of a rank's heads. Callers give all ranks the same inputs."""
     for module in sharded_models(model):
         if module.can_generate():
             set_attribute(module, "generate", MethodType(_generate, module))
@@ -54,14 +51,8 @@ def _as_on_rank_0(own: Any, comms: list[Communicator], *args: Any, **kwargs: Any
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    for comm in communicators(self):
-        others = ranks_unlike_first(_digest((args, kwargs)), comm)
-        if others:
-            raise ValueError(
-                f"generate() got other inputs on ranks {others} than on rank 0; give all ranks the "
-                "same prompts and options (a DistributedSampler gives each its own)"
-            )
-        if _samples(self, *args, **kwargs):
+    if _samples(self, *args, **kwargs):
+        for comm in communicators(self):
             _check_random_numbers(comm, self.device)
     return type(self).generate(self, *args, **kwargs)
 
@@ -93,20 +84,6 @@ def _samples(
     if asked is None:
         asked = (generation_config or model.generation_config).do_sample
     return bool(asked)
-
-
-def _digest(value: Any, known: int = 0) -> int:
-    """A checksum of the tensors, numbers and strings in ``value``."""
-    if isinstance(value, Tensor):
-        data = value.detach().to("cpu").contiguous().flatten().view(torch.uint8)
-        return zlib.crc32(data.numpy().tobytes(), _digest(repr(value.shape), known))
-    if isinstance(value, Mapping):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple)):
-        return functools.reduce(lambda digest, item: _digest(item, digest), value, known)
-    if isinstance(value, (bool, int, float, str)):
-        return zlib.crc32(repr(value).encode(), known)
-    return known
 
 
 def warn_of_attentions(model: nn.Module) -> None:

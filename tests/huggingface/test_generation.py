@@ -89,12 +89,8 @@ def test_ranks_stop_where_rank_0_does(comm: Communicator, stop: dict[str, Any]) 
 
 
 def test_ranks_that_would_disagree_are_told_before() -> None:
-    def body(model: Any, comm: Communicator) -> None:
+    def body(model: Any, _: Communicator) -> None:
         prompt = tokens(2, 5)
-        with pytest.raises(ValueError, match=r"other inputs on ranks \[1\]"):
-            model.generate(prompt[comm.rank][None], max_new_tokens=4)
-        with pytest.raises(ValueError, match=r"other inputs on ranks \[1\]"):
-            model.generate(prompt, max_new_tokens=4 + comm.rank)
         with pytest.raises(RuntimeError, match="ranks are threads that share a random number"):
             model.generate(prompt, max_new_tokens=4, do_sample=True)
         found: Tensor = model.generate(prompt, max_new_tokens=4)
