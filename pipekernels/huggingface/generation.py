@@ -24,7 +24,7 @@ def adapt_generate(model: nn.Module) -> None:
     for module in sharded_models(model):
         if module.can_generate():
             set_attribute(module, "generate", MethodType(_generate, module))
-            criteria = MethodType(_stopping_criteria, module)
+            criteria = MethodType(_get_stopping_criteria, module)
             set_attribute(module, "_get_stopping_criteria", criteria)
             set_attribute(module, "_get_static_cache_init_shape", _unknown_shape)
 
@@ -33,7 +33,7 @@ def _unknown_shape() -> None:
     """Lets the first keys and values decide the shapes of a static cache, not the configuration."""
 
 
-def _stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Clocks of ranks differ, and what criteria of others read may."""
     criteria = type(self)._get_stopping_criteria(self, *args, **kwargs)
     for i, own in enumerate(criteria):

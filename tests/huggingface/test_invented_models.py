@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
-from support.invented_models import Invented, InventedConfig, invented
+from support.sweeps.invented_models import Invented, InventedConfig, invented
 
 from pipekernels import Communicator, tensor_parallelize
 from pipekernels.tensor_parallel import plan_for
