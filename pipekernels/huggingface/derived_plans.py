@@ -319,9 +319,10 @@ class _Blocks:
         if self.size == 1 or self.count in values:
             return None
         for layer in self._producers:
-            owner = vars(model.get_submodule(self._flow.names[layer].rpartition(".")[0]))
-            if any("head" in key and value == self.size for key, value in owner.items()):
-                return None
+            for depth in (1, 2):  # Some wrap a linear layer.
+                owner = model.get_submodule(".".join(self._flow.names[layer].split(".")[:-depth]))
+                if any("head" in k and value == self.size for k, value in vars(owner).items()):
+                    return None
         return f"it has blocks of {self.size} features, of which a rank's share may cut some"
 
     def split_parameters(self, model: nn.Module) -> dict[str, str]:
