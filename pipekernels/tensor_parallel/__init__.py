@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
-from pipekernels.tensor_parallel.checkpoint import OptimizerCheckpoint, checkpoint_state_dict
+from pipekernels.tensor_parallel.checkpoint import checkpoint_state_dict
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
@@ -25,7 +25,6 @@ from pipekernels.tensor_parallel.state import (
 __all__ = [
     "ColumnParallelLinear",
     "ModelPlan",
-    "OptimizerCheckpoint",
     "ParallelMultiheadAttention",
     "PlannedLayer",
     "RowParallelLinear",

@@ -16,9 +16,7 @@ from pipekernels.tensor_parallel.sharded import ShardKey, sharded_parameters
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """The state_dict of ``module`` with the parameters of every sharded layer gathered.
 
-    A collective: all ranks call it and receive the full state. ``module`` may be a sharded layer or
-    contain some at any depth. ``DTensor``\\ s, such as FSDP2's parameters, are gathered too. The
-    tensors are copies, which further training does not change.
+    A collective. ``DTensor``\\ s, such as FSDP2's parameters, are gathered too. Tensors are copies.
 
     Raises:
         TypeError: a sharded layer has a parametrization or a mask.
@@ -55,19 +53,16 @@ def full_optimizer_state_dict(
 ) -> dict[str, Any]:
     """The state_dict of ``optimizer`` with the state of every sharded parameter gathered.
 
-    A collective, as :func:`full_state_dict`. :func:`load_full_optimizer_state_dict` loads it on any
-    world size, and into the model without shards. Parameters have their names in
-    :func:`full_state_dict`; the format is that of
-    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
+    A collective. :func:`load_full_optimizer_state_dict` loads it on any world size, and into the
+    model without shards.
 
     Args:
         module: the model.
         optimizer: an optimizer of some or all parameters of ``module``.
 
     Returns:
-        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}, ...]}``. State
-        that has a sharded parameter's shape is gathered like the parameter; scalars, and the state
-        of other parameters, are unchanged. Tensors are copies.
+        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}, ...]}``, with the
+        names of :func:`full_state_dict`, as torch's ``get_optimizer_state_dict``. Copies.
 
     Raises:
         TypeError: state of a sharded parameter has another shape, as in ``Adafactor``; or its layer
@@ -94,53 +89,37 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Load this rank's shards of a :func:`full_optimizer_state_dict` into ``optimizer``.
 
-    As with ``optimizer.load_state_dict()``, groups must have the same parameters in the same order.
     Not a collective, unless FSDP2 also shards the parameters.
 
     Args:
         module: the model, with or without sharded layers.
         optimizer: of the same class as the one that was saved.
-        state_dict: the same on every rank; not changed. ``optimizer.state_dict()`` of the model
-            without shards can be loaded as well: it has numbers for parameters instead of names.
+        state_dict: the same on every rank; or ``optimizer.state_dict()`` of the model without
+            shards, which has numbers for parameters instead of names.
 
     Raises:
         TypeError: a sharded layer has a parametrization or a mask.
-        ValueError: the groups of ``optimizer`` have other parameters; or state of a sharded
-            parameter is neither a scalar nor of the full parameter's shape. ``optimizer`` is then
-            unchanged.
+        ValueError: the groups of ``optimizer`` have other parameters, or in another order; or state
+            of a sharded parameter has another shape. ``optimizer`` is then unchanged.
     """
     sharded, names = sharded_parameters(module), _names(module, optimizer)
     state = {}
     groups = state_dict["param_groups"]
-    if len(groups) != len(optimizer.param_groups):
-        raise ValueError(
-            f"the optimizer has {len(optimizer.param_groups)} groups of parameters, but the state "
-            f"{len(groups)}; make it as the one that was saved"
-        )
-    for i, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+    # Torch refuses other numbers of groups, or of parameters in a group.
+    for i, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
         given, keys = [names[parameter] for parameter in own["params"]], list(group["params"])
-        if len(given) != len(keys) or (keys != given and isinstance(keys[0], str)):
+        if keys != given and all(isinstance(key, str) for key in keys):
             raise ValueError(
                 f"group {i} of the optimizer has the parameters {', '.join(given)}, but that of "
                 f"the state {', '.join(map(str, keys))}; make it as the one that was saved"
             )
-        for key, parameter in zip(keys, own["params"], strict=True):
+        for key, parameter in zip(keys, own["params"], strict=False):
             if key in state_dict["state"]:
                 state[key] = {
                     entry: _own_shard(entry, value, parameter, sharded.get(parameter))
                     for entry, value in state_dict["state"][key].items()
                 }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def check_sharded_alike(key: str, value: Tensor, parameter: Tensor) -> None:
-    """Raise a TypeError if the state ``value`` of a sharded parameter is not sharded like it."""
-    if value.shape != parameter.shape:
-        raise TypeError(
-            f"the optimizer keeps a {key!r} of shape {tuple(value.shape)} for a sharded parameter "
-            f"of shape {tuple(parameter.shape)}, which is neither a number nor sharded like it, "
-            "and cannot be gathered; use an optimizer that works element by element, such as Adam"
-        )
 
 
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
@@ -167,7 +146,12 @@ def _gathered(key: str, value: Any, parameter: Tensor, shard_key: ShardKey | Non
     value = value.detach()
     if shard_key is None or value.dim() == 0:
         return as_full_tensor(value).clone()
-    check_sharded_alike(key, value, parameter)
+    if value.shape != parameter.shape:
+        raise TypeError(
+            f"the optimizer keeps a {key!r} of shape {tuple(value.shape)} for a sharded parameter "
+            f"of shape {tuple(parameter.shape)}, which is neither a number nor sharded like it, "
+            "and cannot be gathered; use an optimizer that works element by element, such as Adam"
+        )
     layer, name = shard_key
     return layer.gather(name, value)
 

@@ -59,14 +59,14 @@ MAY_IMPORT = {
     "tensor_parallel.cross_entropy": {"tensor_parallel.arithmetic"},
     "tensor_parallel.clip": {"tensor_parallel.sharded"},
     "tensor_parallel.state": {"tensor_parallel.sharded"},
-    "tensor_parallel.checkpoint": {"tensor_parallel.state"},
+    "tensor_parallel.checkpoint": {"tensor_parallel.sharded"},
     "tensor_parallel.plan": {
         *("tensor_parallel.attention", "tensor_parallel.embedding"),
         *("tensor_parallel.experts", "tensor_parallel.int8"),
     },
     "tensor_parallel": {
         *("tensor_parallel.checkpoint", "tensor_parallel.clip"),
-        *("tensor_parallel.cross_entropy", "tensor_parallel.plan"),
+        *("tensor_parallel.cross_entropy", "tensor_parallel.plan", "tensor_parallel.state"),
     },
     "pipeline.values": {"local_ops", "_arguments"},
     "pipeline.schedule": {"_arguments", "device"},
