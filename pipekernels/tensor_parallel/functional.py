@@ -29,7 +29,8 @@ forward-mode differentiation and the transforms of ``torch.func`` raise a Runtim
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ from pipekernels.comm.functional import all_gather, all_reduce
 from pipekernels.comm.tensors import check_rows
 from pipekernels.local_ops.dispatch import can_skip_dispatcher
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
-from pipekernels.local_ops.sharded_gemm import ALGORITHMS, as_matrix, sharded_gemm
+from pipekernels.local_ops.sharded_gemm import as_matrix, sharded_gemm
 from pipekernels.local_ops.transforms import check_differentiated_once
 from pipekernels.tensor_parallel.products import linear_all_reduce
 
@@ -64,74 +65,40 @@ def shard_sizes(size: int, world_size: int) -> list[int]:
 
 
 def copy_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
-    """A view of the replicated ``x``, from which each rank computes its own part of the layer.
-
-    Backward: the all-reduce of the gradients that the ranks' parts contribute.
-    """
+    """A view of the replicated ``x``, from which each rank computes its own part of the layer."""
     if can_skip_dispatcher([x]):
         return x.view_as(x)
-    result: Tensor = _CopyToRanks.apply(x, comm)
-    return result
+    return _step(x, comm, "rank", _same, _sum)
 
 
 def copy_to_holders(x: Tensor, comm: Communicator, copies: int) -> Tensor:
-    """A view of ``x``, a shard that ``copies`` consecutive ranks hold, all of which use it.
-
-    Backward: the sum of the gradients of these ranks, through an all-reduce of all shards.
-    """
+    """A view of ``x``, a shard that ``copies`` consecutive ranks hold, all of which use it."""
     if can_skip_dispatcher([x]):
         return x.view_as(x)
-    result: Tensor = _CopyToHolders.apply(x, comm, copies)
-    return result
+    return _step(x, comm, copies, _same, _sum_of_holders)
 
 
-def reduce_from_ranks(
-    x: Tensor, comm: Communicator, algorithm: str = "auto", order: str = "rank"
-) -> Tensor:
+def reduce_from_ranks(x: Tensor, comm: Communicator, order: str = "rank") -> Tensor:
     """The sum over all ranks of the partial results ``x``; the loss that follows is replicated.
 
-    Args and errors: as for :func:`pipekernels.ops.all_reduce`. Backward: identity.
+    Args and errors: as for :func:`pipekernels.ops.all_reduce`.
     """
-    result: Tensor = _ReduceFromRanks.apply(x, comm, algorithm, order)
-    return result
+    return _step(x, comm, order, _sum, _same)
 
 
 def scatter_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
-    """This rank's slice of the replicated ``x`` along the last dimension.
-
-    Args:
-        x: ``[..., size]``, the same on every rank.
-        comm: the communicator.
-
-    Returns:
-        ``[..., shard_sizes(size, world_size)[rank]]``, contiguous.
-
-    Backward: the all-gather of the slices' gradients.
-    """
-    result: Tensor = _ScatterToRanks.apply(x, comm)
-    return result
+    """This rank's slice of the replicated ``x`` along the last dimension,
+    ``[..., shard_sizes(x.shape[-1], world_size)[rank]]``, contiguous."""
+    return _step(x, comm, x.shape[-1], _own_slice, _join_slices)
 
 
 def gather_from_ranks(x: Tensor, comm: Communicator, size: int) -> Tensor:
-    """The slices of all ranks, joined along the last dimension, for a replicated loss.
-
-    Args:
-        x: ``[..., shard_sizes(size, world_size)[rank]]``.
-        comm: the communicator.
-        size: the last dimension of the result.
-
-    Returns:
-        ``[..., size]``, the same on every rank.
-
-    Backward: this rank's slice of the gradient.
-    """
-    result: Tensor = _GatherFromRanks.apply(x, comm, size)
-    return result
+    """The slices of all ranks, ``[..., shard_sizes(size, world_size)[rank]]``, joined along the
+    last dimension for a replicated loss: ``[..., size]``."""
+    return _step(x, comm, size, _join_slices, _own_slice)
 
 
-def row_linear(
-    x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool = False, algorithm: str = "auto"
-) -> Tensor:
+def row_linear(x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool = False) -> Tensor:
     """``x @ weight.T``, summed over the ranks, each of which holds a part of the inner dimension.
 
     The product is written straight into a symmetric tensor, which the peers read in place. Under
@@ -141,20 +108,13 @@ def row_linear(
         x: ``[..., k_rank]``.
         weight: ``[out_features, k_rank]``.
         comm: the communicator.
-        scatter: return only this rank's slice of the first dimension.
-        algorithm: of the products, forward and backward, on a GPU: as for
-            :func:`pipekernels.ops.sharded_gemm`.
-
-    Returns:
-        ``[..., out_features]``, the same on every rank; with ``scatter`` its slice
-        ``[rows / world_size, ..., out_features]``.
+        scatter: return only this rank's slice of the first dimension,
+            ``[rows / world_size, ..., out_features]``.
 
     Raises:
         ValueError: ``scatter`` is set and the first dimension of ``x`` is not a multiple of the
-            world size; ``algorithm`` is unknown or does not support these arguments.
+            world size.
     """
-    if algorithm != "auto":
-        _check_algorithm(algorithm, x)
     if scatter:
         check_rows(x, comm.world_size, dims=2)
     # is_autocast_enabled("meta") raises.
@@ -166,80 +126,56 @@ def row_linear(
     registered = needs_dispatcher() or not _backend.load().are_plain([x, weight])
     has_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not (registered or has_gradients):
-        return linear_all_reduce(x, weight, comm, scatter, algorithm)
-    result: Tensor = _RowLinear.apply(x, weight, comm, scatter, algorithm, registered)
+        return linear_all_reduce(x, weight, comm, scatter)
+    result: Tensor = _RowLinear.apply(x, weight, comm, scatter, registered)
     return result
 
 
-def _check_algorithm(algorithm: str, x: Tensor) -> None:
-    if algorithm not in ALGORITHMS:
-        names = ", ".join(ALGORITHMS)
-        raise ValueError(f"algorithm must be one of {names}, got {algorithm!r}")
-    if algorithm == "triton" and not x.is_cuda:
-        raise ValueError(f"algorithm={algorithm!r} needs CUDA tensors, got {x.device}; use 'auto'")
+# A step on ``x``, and what its forward and its backward need: a size, an order, or copies.
+_Transform: TypeAlias = Callable[[Tensor, Communicator, Any], Tensor]
 
 
-class _CopyToRanks(torch.autograd.Function):
+def _step(
+    x: Tensor, comm: Communicator, option: Any, forward: _Transform, backward: _Transform
+) -> Tensor:
+    result: Tensor = _Step.apply(x, comm, option, forward, backward)
+    return result
+
+
+class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return x.view_as(x)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        comm: Communicator,
+        option: Any,
+        forward: _Transform,
+        backward: _Transform,
+    ) -> Tensor:
+        ctx.comm, ctx.option, ctx.transform = comm, option, backward
+        return forward(x, comm, option)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_differentiated_once(_LAYERS)
-        return all_reduce(grad, ctx.comm), None
+        return ctx.transform(grad, ctx.comm, ctx.option), None, None, None, None
 
 
-class _CopyToHolders(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, copies: int) -> Tensor:
-        ctx.comm, ctx.copies = comm, copies
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        check_differentiated_once(_LAYERS)
-        shards, own = ctx.comm.world_size // ctx.copies, ctx.comm.rank // ctx.copies
-        all_shards = grad.new_zeros(shards, *grad.shape)
-        all_shards[own] = grad
-        # A copy: the rest of the reduction's result can be freed.
-        return all_reduce(all_shards, ctx.comm)[own].clone(), None, None
+def _same(x: Tensor, comm: Communicator, _: Any) -> Tensor:
+    return x.view_as(x)
 
 
-class _ReduceFromRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, algorithm: str, order: str) -> Tensor:
-        return all_reduce(x, comm, "sum", algorithm, order=order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        check_differentiated_once(_LAYERS)
-        return grad, None, None, None
+def _sum(x: Tensor, comm: Communicator, order: str) -> Tensor:
+    return all_reduce(x, comm, order=order)
 
 
-class _ScatterToRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm, ctx.size = comm, x.shape[-1]
-        return _own_slice(x, comm)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        check_differentiated_once(_LAYERS)
-        return _join_slices(grad, ctx.comm, ctx.size), None
-
-
-class _GatherFromRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, size: int) -> Tensor:
-        ctx.comm = comm
-        return _join_slices(x, comm, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        check_differentiated_once(_LAYERS)
-        return _own_slice(grad, ctx.comm), None, None
+def _sum_of_holders(grad: Tensor, comm: Communicator, copies: int) -> Tensor:
+    """The sum of the gradients of the ranks that hold a shard, by an all-reduce of all shards."""
+    all_shards = grad.new_zeros(comm.world_size // copies, *grad.shape)
+    own = comm.rank // copies
+    all_shards[own] = grad
+    # A copy: the rest of the reduction's result can be freed.
+    return all_reduce(all_shards, comm)[own].clone()
 
 
 class _RowLinear(torch.autograd.Function):
@@ -250,17 +186,14 @@ class _RowLinear(torch.autograd.Function):
         weight: Tensor,
         comm: Communicator,
         scatter: bool,
-        algorithm: str,
         registered: bool,
     ) -> Tensor:
-        ctx.comm, ctx.scatter, ctx.algorithm = comm, scatter, algorithm
+        ctx.comm, ctx.scatter = comm, scatter
         ctx.on_gpu = x.is_cuda  # In torch 2.6 a compiled backward cannot read x.is_cuda.
         ctx.save_for_backward(x, weight)
         if not registered:
-            return linear_all_reduce(x, weight, comm, scatter, algorithm)
-        result: Tensor = torch.ops.pipekernels.row_linear(
-            x, weight, comm.handle, scatter, algorithm
-        )
+            return linear_all_reduce(x, weight, comm, scatter)
+        result: Tensor = torch.ops.pipekernels.row_linear(x, weight, comm.handle, scatter)
         return result
 
     @staticmethod
@@ -272,14 +205,13 @@ class _RowLinear(torch.autograd.Function):
         rows = as_matrix(grad)  # [rows, out_features]
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = _product(rows, weight.t(), ctx.on_gpu, ctx.algorithm).view(x.shape)
+            grad_x = _product(rows, weight.t(), ctx.on_gpu).view(x.shape)
         if ctx.needs_input_grad[1]:
-            flat = as_matrix(x)
-            grad_weight = _product(rows.t(), flat.t(), ctx.on_gpu, ctx.algorithm)
-        return grad_x, grad_weight, None, None, None, None
+            grad_weight = _product(rows.t(), as_matrix(x).t(), ctx.on_gpu)
+        return grad_x, grad_weight, None, None, None
 
 
-def _own_slice(x: Tensor, comm: Communicator) -> Tensor:
+def _own_slice(x: Tensor, comm: Communicator, _: int) -> Tensor:
     sizes = shard_sizes(x.shape[-1], comm.world_size)
     start = sum(sizes[: comm.rank])
     # A copy: the result of a custom forward must not alias its input.
@@ -300,18 +232,16 @@ def _join_slices(x: Tensor, comm: Communicator, size: int) -> Tensor:
     return torch.cat([slices[r, ..., :width] for r, width in enumerate(sizes)], dim=-1)
 
 
-def _product(a: Tensor, b: Tensor, on_gpu: bool, algorithm: str) -> Tensor:
+def _product(a: Tensor, b: Tensor, on_gpu: bool) -> Tensor:
     """``a @ b.T`` for matrices."""
-    return sharded_gemm(a, b, algorithm=algorithm) if on_gpu else a @ b.t()
+    return sharded_gemm(a, b) if on_gpu else a @ b.t()
 
 
-def _row_linear_by_handle(
-    x: Tensor, weight: Tensor, comm: int, scatter: bool, algorithm: str
-) -> Tensor:
-    return linear_all_reduce(x, weight, Communicator.from_handle(comm), scatter, algorithm)
+def _row_linear_by_handle(x: Tensor, weight: Tensor, comm: int, scatter: bool) -> Tensor:
+    return linear_all_reduce(x, weight, Communicator.from_handle(comm), scatter)
 
 
-def _row_linear_fake(x: Tensor, weight: Tensor, comm: int, scatter: bool, algorithm: str) -> Tensor:
+def _row_linear_fake(x: Tensor, weight: Tensor, comm: int, scatter: bool) -> Tensor:
     shape = [*x.shape[:-1], weight.shape[0]]
     if scatter:
         shape[0] //= Communicator.from_handle(comm).world_size
@@ -319,8 +249,6 @@ def _row_linear_fake(x: Tensor, weight: Tensor, comm: int, scatter: bool, algori
 
 
 _library = torch.library.Library("pipekernels", "FRAGMENT")
-_library.define(
-    "row_linear(Tensor x, Tensor weight, int comm, bool scatter, str algorithm) -> Tensor"
-)
+_library.define("row_linear(Tensor x, Tensor weight, int comm, bool scatter) -> Tensor")
 _library.impl("row_linear", _row_linear_by_handle, "CompositeExplicitAutograd")
 torch.library.register_fake("pipekernels::row_linear", _row_linear_fake, lib=_library)

@@ -20,16 +20,7 @@ SMALL_ROW = 1024  # Bytes.
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` of one rank.
-
-    Args:
-        x: ``[..., k]``.
-        weight: ``[n, k]``.
-        bias: ``[n]``.
-
-    Returns:
-        ``[..., n]``.
-    """
+    """``x @ weight.T + bias`` of one rank, for ``[..., k]``, ``[n, k]`` and ``[n]``."""
     y = skinny_linear(x, weight, bias)
     return wide_linear(x, weight, bias) if y is None else y
 
@@ -51,29 +42,13 @@ def skinny_all_reduce(x: Tensor, weight: Tensor, comm: Communicator) -> Tensor |
     return comm.all_reduce(out) if skinny_into(out, x, weight) else None
 
 
-def linear_all_reduce(
-    x: Tensor,
-    weight: Tensor,
-    comm: Communicator,
-    scatter: bool,
-    algorithm: str,
-) -> Tensor:
-    """``x @ weight.T``, summed over the ranks, without autograd.
-
-    Args:
-        x: ``[..., k_rank]``, of the dtype of ``weight``.
-        weight: ``[n, k_rank]``.
-        comm: the communicator.
-        scatter: return only this rank's slice of the first dimension.
-        algorithm: as for :func:`pipekernels.tensor_parallel.functional.row_linear`.
-
-    Returns:
-        ``[..., n]`` in memory that the peers read in place, or its slice.
-    """
+def linear_all_reduce(x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) -> Tensor:
+    """:func:`pipekernels.tensor_parallel.functional.row_linear` without autograd, of operands of
+    one dtype. The result lies in memory that the peers read in place."""
     out = comm.output((*x.shape[:-1], weight.shape[0]), x)
     rows, product = (x, out) if x.dim() == 2 else (as_matrix(x), as_matrix(out))
     if x.is_cuda:
-        gemm_into(product, rows, weight, algorithm=algorithm)
+        gemm_into(product, rows, weight)
     else:
         torch.mm(rows, weight.t(), out=product)
     return comm.reduce_scatter(out) if scatter else sum_of_outputs(comm, out)

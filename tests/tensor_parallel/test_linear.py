@@ -208,10 +208,9 @@ def test_skip_bias_add_and_no_reduction(device: torch.device) -> None:
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("rows", [0, 1, 130, 1100])
-def test_every_algorithm_of_a_row_parallel_product(
+def test_a_row_parallel_product_obeys_the_error_bound(
     rows: int, world_size: int, device: torch.device
 ) -> None:
-    """All obey the error bound, and have a backward."""
     torch.manual_seed(0)
     k, n = 64 * world_size, 520
     full = [torch.randn(size, dtype=torch.bfloat16).to(device) for size in ((rows, k), (n, k))]
@@ -219,16 +218,13 @@ def test_every_algorithm_of_a_row_parallel_product(
     magnitude = full[0].double().abs() @ full[1].double().abs().t()
 
     def on_rank(comm: Communicator) -> None:
-        for algorithm in ("auto", "cublas", "triton"):
-            x, weight = leaves = [
-                t.contiguous().requires_grad_()
-                for t in (part(full[0], 1, comm), part(full[1], 1, comm))
-            ]
-            for _ in range(3):  # The first call compiles the kernel.
-                y = row_linear(x, weight, comm, algorithm=algorithm)
-            assert_within_bound(y, exact, magnitude, k + world_size)
-            grad = torch.ones_like(y)
-            torch.autograd.grad(y, leaves, grad)
+        x, weight = leaves = [
+            t.contiguous().requires_grad_()
+            for t in (part(full[0], 1, comm), part(full[1], 1, comm))
+        ]
+        y = row_linear(x, weight, comm)
+        assert_within_bound(y, exact, magnitude, k + world_size)
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
 
     run_threads(world_size, on(device, on_rank))
 

@@ -7,18 +7,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipekernels import Communicator, RowParallelLinear
-from pipekernels.tensor_parallel.functional import row_linear
-
-
-def test_unknown_and_unavailable_algorithms() -> None:
-    (comm,) = Communicator.threads(1)
-    x, meta = torch.ones(4, 4), torch.ones(4, 4, device="meta")
-    with pytest.raises(ValueError, match="auto, triton, cublas, got 'gemm'"):
-        row_linear(x, x, comm, algorithm="gemm")
-    for tensor in (x, meta):
-        message = f"'triton' needs CUDA tensors, got {tensor.device}; use 'auto'"
-        with pytest.raises(ValueError, match=message):
-            row_linear(tensor, tensor, comm, algorithm="triton")
 
 
 def test_modes_see_the_operation_and_bits_stay_the_same(device: torch.device) -> None:
