@@ -1,16 +1,8 @@
 """A ``balance`` for ``Pipe`` that minimises the cost of the most expensive stage, as measured.
 
-The interface is fairscale's and torchgpipe's::
-
-    from pipekernels import Pipe
-    from pipekernels.balance import balance_by_time
-
-    balance = balance_by_time(2, module, sample)
-    pipe = Pipe(module, balance, chunks=8)
-
-Profiling runs copies of the layers, one at a time. It does not change the module (parameters and
-their ``.grad``, buffers, training mode, devices) nor the state of torch's random number generators.
-Layers with collectives cannot be timed: balance first, then shard them.
+The interface is fairscale's and torchgpipe's. Profiling runs copies of the layers, one at a time.
+It does not change the module (parameters and their ``.grad``, buffers, training mode, devices) nor
+the state of torch's random number generators.
 """
 
 from __future__ import annotations
@@ -47,18 +39,14 @@ def balance_by_time(
     Args:
         partitions: number of stages.
         module: the layers.
-        sample: a typical argument of the first layer: a tensor ``[batch, ...]`` or a tuple, list or
-            dict of them. Best is the size of a micro-batch, because the relative cost of layers
-            depends on it.
-        timeout: how long to measure, in seconds. All layers take turns, each at least three times
-            after a warm-up; the smallest of its times counts.
+        sample: a typical micro-batch: a tensor ``[batch, ...]`` or a tuple, list or dict of them.
+        timeout: for how many seconds layers take turns, each at least three times.
         device: where to measure. Default: the current CUDA device; the CPU where there is none.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or there is no tensor in ``sample``.
-        ValueError: ``partitions`` is not an integer from 1 to the number of layers, ``timeout`` is
-            negative or infinite, the tensors differ in their batch size, or a layer has
-            collectives.
+        ValueError: ``partitions`` or ``timeout`` is out of range, the tensors differ in their batch
+            size, or a layer has collectives.
     """
     where = _checked(module, partitions, device)
     whole = first_rows(sample, batch_size(sample))
@@ -83,18 +71,16 @@ def balance_by_size(
     Args:
         partitions: number of stages.
         module: the layers.
-        input: a mini-batch of the size used in training: a tensor ``[batch, ...]`` or a tuple,
-            list or dict of them.
+        input: a mini-batch: a tensor ``[batch, ...]`` or a tuple, list or dict of them.
         chunks: number of micro-batches that it will be cut into.
         param_scale: memory for a parameter, its gradient and optimizer state, in sizes of the
-            parameter. SGD 2, with momentum 3; Adam 4, with ``amsgrad`` 5; Adagrad 3; RMSprop 3,
-            with momentum or ``centered`` 4, with both 5.
+            parameter: :doc:`/guides/pipe` has those of torch's optimizers.
         device: where to measure. Default: the current CUDA device; the CPU where there is none.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or there is no tensor in ``input``.
-        ValueError: ``partitions`` is not an integer from 1 to the number of layers, ``chunks`` not
-            one of at least 1, ``param_scale`` is negative, or ``input`` cannot be cut.
+        ValueError: ``partitions``, ``chunks`` or ``param_scale`` is out of range, or ``input``
+            cannot be cut.
     """
     where = _checked(module, partitions, device)
     chunks = integer("chunks", chunks)

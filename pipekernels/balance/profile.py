@@ -11,8 +11,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from functools import partial
-from itertools import chain
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -38,9 +36,8 @@ def measure_seconds(
     """For each layer, the seconds of a forward and a backward on ``device``; ``sample`` is the
     argument of the first.
 
-    All take turns until ``timeout`` seconds have passed, after a warm-up. The smallest time counts,
-    because disturbances only make it longer. Gradients are added to existing ones, as from the
-    second micro-batch on.
+    The smallest time counts, because disturbances only make it longer. Gradients are added to
+    existing ones, as from the second micro-batch on.
 
     Raises:
         ValueError: ``timeout`` is negative or infinite, or a layer has collectives.
@@ -56,37 +53,26 @@ def measure_seconds(
                 "(tensor_parallelize)"
             )
     begin = perf_counter()
-    passes: list[list[tuple[float, float]]] = []
+    passes: list[list[float]] = []
     while len(passes) < 1 + PASSES or perf_counter() - begin < timeout:
         passes.append(measure_layers(module, sample, device, _forward_and_backward))
-    return [
-        min(forward for forward, _ in of_layer) + min(backward for _, backward in of_layer)
-        for of_layer in zip(*passes[1:], strict=True)
-    ]
+    return list(map(min, zip(*passes[1:], strict=True)))
 
 
-def _forward_and_backward(run: LayerRun) -> tuple[tuple[float, float], Outputs]:
-    outputs, forward = _timed(run.forward, run.device)
-    passed_on = detached(outputs)
-    roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-    if not roots:
-        return (forward, 0.0), passed_on
-    grads = [torch.ones_like(root) for root in roots]
-    _, backward = _timed(partial(torch.autograd.backward, roots, grads), run.device)
-    return (forward, backward), passed_on
-
-
-def _timed(call: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    """The result of ``call``, and the seconds until all work on ``device`` was done."""
+def _forward_and_backward(run: LayerRun) -> tuple[float, Outputs]:
+    """The seconds until all work on the device was done."""
 
     def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if run.device.type == "cuda":
+            torch.cuda.synchronize(run.device)
         return perf_counter()
 
     begin = now()
-    result = call()
-    return result, now() - begin
+    outputs = run.forward()
+    roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    return now() - begin, detached(outputs)
 
 
 def batch_size(sample: Any) -> int:
@@ -140,21 +126,15 @@ def measure_layers(
     skips: dict[Key, Any] = {}
     with preserved([device]), torch.inference_mode(False), torch.enable_grad():
         value = tree_map_only(torch.Tensor, lambda t: t.to(device), detached(sample))
-        for index, layer in enumerate(layers(module)):
-            weights = chain(layer.parameters(), layer.buffers())
-            if device.type != "meta" and any(tensor.is_meta for tensor in weights):
-                raise ValueError(
-                    f"layer {index} has weights on the meta device, which are nothing to measure "
-                    f"on {device}; give them memory first (module.to_empty(device=...)) and some "
-                    "values"
-                )
+        for layer in layers(module):
             duplicate = copy.deepcopy(layer).to(device)
             if not module.training:
                 duplicate.train()
-            skippable: list[Any] = [
-                part for part in duplicate.modules() if hasattr(part, "poppable")
+            parts: list[Any] = list(duplicate.modules())
+            poppable = [
+                key for part in parts if hasattr(part, "poppable") for key in part.poppable()
             ]
-            keys = [key for part in skippable for key in part.poppable() if key in skips]
+            keys = [key for key in poppable if key in skips]
             run = LayerRun(duplicate, value, {key: skips.pop(key) for key in keys}, device)
             result, (value, stashed) = measure(run)
             found.append(result)

@@ -265,9 +265,6 @@ def test_the_balance_fits_a_pipe(device: torch.device) -> None:
     assert pipe(sample.to(device)).shape == (10, 10)
 
 
-ON_META = nn.Sequential(nn.ReLU(), nn.Linear(2, 2, device="meta"))
-
-
 @pytest.mark.parametrize("by", [balance_by_time, balance_by_size])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
@@ -278,7 +275,6 @@ ON_META = nn.Sequential(nn.ReLU(), nn.Linear(2, 2, device="meta"))
         ({"partitions": 3}, ValueError, "2 elements cannot be cut into 3"),
         ({"sample": "x"}, TypeError, "the sample must be a tensor .* not str"),
         ({"sample": ()}, TypeError, "not an empty tuple"),
-        ({"module": ON_META}, ValueError, "layer 1 has weights on the meta device.*to_empty"),
     ],
 )
 def test_errors(by: Any, change: dict[str, Any], error: type[Exception], message: str) -> None:
