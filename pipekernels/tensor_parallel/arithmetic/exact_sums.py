@@ -11,6 +11,7 @@ that the sum of all just fits an int64.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,15 +25,10 @@ _BITS = 62  # Of the largest sum.
 
 
 def exact_sum(terms: Tensor, comm: Communicator) -> Tensor:
-    """The sum of ``terms`` over their first dimension and the ranks.
+    """The sum of ``terms``, ``[n, ...]``, over their first dimension and the ranks, in float64.
 
-    Args:
-        terms: ``[n, ...]``, floating.
-        comm: the communicator, whose ranks have equally many.
-
-    Returns:
-        ``[...]`` in float64. Its error is at most ``n * world_size`` roundings to
-        ``62 - log2(n * world_size)`` bits of the largest term; NaN if a term is not finite.
+    Its error is at most ``n * world_size`` roundings to ``62 - log2(n * world_size)`` bits of the
+    largest term; NaN if a term is not finite.
     """
     bits = _BITS - (terms.shape[0] * comm.world_size).bit_length()
     own = terms.abs().amax() if terms.numel() else terms.new_zeros(())
@@ -45,7 +41,7 @@ def exact_sum(terms: Tensor, comm: Communicator) -> Tensor:
 
 
 def check_own_parameters(module: nn.Module, name: str) -> None:
-    """Raise ValueError if :class:`ExactGradients` would miss parameters of ``module``."""
+    """Raise ValueError if :func:`exact_gradients` would miss parameters of ``module``."""
     own = sum(p is not None for p in module._parameters.values())
     if own < sum(1 for _ in module.parameters()):
         raise ValueError(
@@ -55,19 +51,17 @@ def check_own_parameters(module: nn.Module, name: str) -> None:
         )
 
 
-class ExactGradients:
-    """Forward hook: the gradients of the module's parameters are summed over its input's rows and
+def exact_gradients(comm: Communicator) -> Callable[..., Tensor]:
+    """A forward hook: the gradients of the module's parameters are summed over its input's rows and
     over the ranks by :func:`exact_sum`. Each row of its output must depend on one row of its input.
 
     RuntimeError under ``torch.compile``, for inputs other than one positional argument, and in a
     backward if the module cannot take parameters of its input's shape."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        named = {name: p for name, p in module._parameters.items() if p is not None}
-        if not (torch.is_grad_enabled() and any(p.requires_grad for p in named.values())):
+    # A function: deepcopy leaves it as it is, so a copied model shares the communicator.
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        parameters = [p for p in module._parameters.values() if p is not None]
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
             return output
         check_eager()
         if len(args) != 1:
@@ -76,12 +70,10 @@ class ExactGradients:
                 f"layers, must take one positional argument, its rows, but got {len(args)}; wrap "
                 "it in a module that does, or freeze it by .requires_grad_(False)"
             )
-        (x,) = args
-        result: Tensor = _Rows.apply([output.detach()], module, self._comm, x, *named.values())
+        result: Tensor = _Rows.apply([output.detach()], module, comm, *args, *parameters)
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExactGradients:
-        return self  # A copied model shares the communicator.
+    return hook
 
 
 class _Rows(torch.autograd.Function):

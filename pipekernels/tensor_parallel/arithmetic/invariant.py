@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipekernels.comm import Communicator
 from pipekernels.local_ops.sharded_gemm import as_matrix
 from pipekernels.local_ops.skinny_gemm import skinny_linear, skinny_partial
 from pipekernels.local_ops.slab_gemm import slab_gemm
 from pipekernels.local_ops.transforms import check_differentiated_once
-from pipekernels.tensor_parallel.arithmetic.exact_sums import ExactGradients, check_own_parameters
+from pipekernels.tensor_parallel.arithmetic.exact_sums import check_own_parameters, exact_gradients
 from pipekernels.tensor_parallel.arithmetic.plain import Plain, ShardGradient
 from pipekernels.tensor_parallel.arithmetic.slabs import (
     SLABS,
@@ -39,12 +39,14 @@ class Invariant(Plain):
     order = "tree"
 
     @staticmethod
-    def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Not without the order of sums."""
+    def no_product(*args: Any) -> None:
+        """Kernels for a few rows have another order of sums."""
 
-    @staticmethod
-    def skinny_all_reduce(x: Tensor, weight: Tensor, comm: Communicator) -> None:
-        """Not without the order of sums."""
+    skinny_linear = skinny_all_reduce = no_product
+    check_activations = staticmethod(check_width)
+    check_shared = staticmethod(check_own_parameters)
+    can_shard = staticmethod(has_slabs)
+    gradient_sum = staticmethod(exact_gradients)
 
     @staticmethod
     def check_row(size: int, comm: Communicator, reduce: str, *, adds_later: bool) -> None:
@@ -71,10 +73,6 @@ class Invariant(Plain):
         check_slabs(blocks, comm.world_size)
 
     @staticmethod
-    def check_activations(sizes: Sequence[int]) -> None:
-        check_width(sizes)
-
-    @staticmethod
     def check_attention() -> None:
         raise ValueError(
             "invariant=True does not support nn.MultiheadAttention; leave it whole, or use "
@@ -87,18 +85,6 @@ class Invariant(Plain):
             "invariant=True does not support experts, whose products have other bits for other "
             "numbers of tokens; leave them whole"
         )
-
-    @staticmethod
-    def check_shared(module: nn.Module, name: str) -> None:
-        check_own_parameters(module, name)
-
-    @staticmethod
-    def can_shard(vocabulary: int) -> bool:
-        return has_slabs(vocabulary)
-
-    @staticmethod
-    def gradient_sum(comm: Communicator) -> Callable[..., Tensor]:
-        return ExactGradients(comm)
 
     @staticmethod
     def row_linear(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from pipekernels.comm import Communicator
@@ -16,19 +16,12 @@ from pipekernels.tensor_parallel.products import skinny_all_reduce, wide_linear
 
 
 class ShardGradient(NamedTuple):
-    """The gradient of this rank's shard of a parameter.
-
-    Attributes:
-        parameter: with the gradient.
-        dim: that is sharded.
-        blocks: of how many of its features each of the fused layers consists.
-        counts: whether this rank is the first that holds the shard.
-    """
+    """The gradient of this rank's shard of a parameter."""
 
     parameter: Tensor
-    dim: int = 0
-    blocks: Sequence[int] = ()
-    counts: bool = True
+    dim: int = 0  # That is sharded.
+    blocks: Sequence[int] = ()  # How many features of each fused layer this rank has.
+    counts: bool = True  # Whether this rank is the first that holds the shard.
 
 
 class Plain:
@@ -45,38 +38,17 @@ class Plain:
     """Products of a few rows, to be tried first, as checks would take as long."""
 
     row_linear: ClassVar[Callable[..., Tensor]] = staticmethod(row_linear)
-    """:func:`pipekernels.tensor_parallel.functional.row_linear`."""
 
     @staticmethod
-    def check_row(size: int, comm: Communicator, reduce: str, *, adds_later: bool) -> None:
-        """Raise ValueError unless a row-parallel layer of ``size`` input features is supported,
-        whose bias is perhaps added later, by its caller."""
+    def check(*args: Any, **options: Any) -> None:
+        """Raise ValueError unless a layer is supported; every one is."""
+
+    check_row = check_column = check_activations = check
+    check_attention = check_experts = check_shared = check
 
     @staticmethod
-    def check_column(blocks: Sequence[int], comm: Communicator, *, copies: int = 1) -> None:
-        """Raise ValueError unless a layer is supported whose output features, or rows, are those of
-        ``blocks``, and whose shards are on ``copies`` ranks each."""
-
-    @staticmethod
-    def check_activations(sizes: Sequence[int]) -> None:
-        """Raise ValueError unless functions such as activations are supported on features that a
-        column-parallel layer of ``sizes`` has sharded."""
-
-    @staticmethod
-    def check_attention() -> None:
-        """Raise ValueError unless sharded ``nn.MultiheadAttention`` is supported."""
-
-    @staticmethod
-    def check_experts() -> None:
-        """Raise ValueError unless sharded experts are supported."""
-
-    @staticmethod
-    def check_shared(module: nn.Module, name: str) -> None:
-        """Raise ValueError unless gradients of ``module``, which all heads share, can be summed."""
-
-    @staticmethod
-    def can_shard(vocabulary: int) -> bool:
-        """Whether a vocabulary of this size can be sharded."""
+    def can_shard(size: int) -> bool:
+        """Whether a vocabulary of ``size`` can be sharded."""
         return True
 
     @staticmethod
@@ -89,18 +61,8 @@ class Plain:
     def column_linear(
         x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator, blocks: Sequence[int]
     ) -> Tensor:
-        """``x @ weight.T + bias`` of this rank's output features.
-
-        Args:
-            x: ``[..., in_features]``, the same on every rank.
-            weight: ``[n_rank, in_features]``.
-            bias: ``[n_rank]``.
-            comm: the communicator.
-            blocks: of how many of the features each of the fused layers consists.
-
-        Returns:
-            ``[..., n_rank]``.
-        """
+        """``x @ weight.T + bias`` of this rank's output features, of which each fused layer has as
+        many as ``blocks`` says."""
         y = skinny_linear(x, weight, bias)  # First: copy_to_ranks() would take as long.
         return wide_linear(copy_to_ranks(x, comm), weight, bias) if y is None else y
 
