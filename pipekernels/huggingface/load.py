@@ -30,37 +30,24 @@ _FLOATS = ("F64", "F32", "F16", "BF16")  # Of these, a conversion is a value of 
 def load_pretrained(
     model: nn.Module, folder: str | Path, device: torch.device | str = "cpu"
 ) -> None:
-    """Load what ``save_pretrained`` of transformers has written, in place. Of a sharded layer, each
-    rank reads its slices of the files, so no rank ever holds the whole model::
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        tensor_parallelize(model, "auto", comm)
-        load_pretrained(model, folder)
-
+    """Load what ``save_pretrained`` of transformers has written, in place. Each rank reads its
+    slices of sharded layers, so no rank ever holds the whole model (:doc:`/guides/transformers`).
     Not a collective.
 
     Args:
-        model: a model of transformers or any other module whose state dict has the files' names;
-            for one of transformers, these may lack its ``base_model_prefix`` or have it as well.
-            Parameters and buffers may be on the meta device.
+        model: a model of transformers or any other module whose state dict has the files' names.
+            Parameters and buffers may be on the meta device. Values get their dtypes.
         folder: has ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
             names.
         device: for what is on the meta device; the rest stays where it is.
 
-    Values are converted to the dtype of the model's parameters and buffers. Of several names of one
-    tied parameter the files need only one. Names that the model does not have are ignored, as by
-    ``from_pretrained``. Where transformers gives tensors other names in files than in the model,
-    these are known, and where it stacks experts; where it joins or splits tensors otherwise, or
-    the weights are quantized, load by ``from_pretrained`` and shard the model then.
-
     Raises:
         FileNotFoundError: there is none of these files, or one that the index names is missing.
         ValueError: a file or the index is malformed, or the index names files of other folders;
-            the files lack a parameter or persistent buffer of the model, or have one of
-            another shape, or of integers or float8 in place of floats; the weights are quantized;
-            or the value of another buffer on the meta device is not known. The model is then
-            unchanged.
+            the files lack a parameter or persistent buffer of the model, or have one of another
+            shape, or of integers or float8 in place of floats; the weights are quantized (load
+            them by ``from_pretrained`` and shard the model then); or the value of another buffer
+            is not known. The model is then unchanged.
         ImportError: safetensors is not installed.
     """
     check_kind("model", model, nn.Module, "an nn.Module")

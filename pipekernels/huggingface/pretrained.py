@@ -29,8 +29,7 @@ def save_full_models(model: nn.Module) -> None:
 
 
 def sharded_models(model: nn.Module) -> list[Any]:
-    """The transformers models in ``model`` that have sharded layers. Methods are replaced on these
-    objects: others of their classes have no sharded layers."""
+    """The transformers models in ``model`` that have sharded layers."""
     transformers: Any = sys.modules.get("transformers")
     if transformers is None:
         return []
