@@ -26,6 +26,8 @@ class ParallelMultiheadAttention(ShardedLayer):
     """An ``nn.MultiheadAttention`` that holds a part of the heads: columns of the projections of
     queries, keys and values, rows of the output's. One all-reduce forward, one backward.
 
+    Dropout of attention weights differs between ranks, as these have other heads.
+
     Args:
         attention: the full layer, the same on every rank. Its parameters are copied.
         comm: the communicator.
@@ -36,9 +38,6 @@ class ParallelMultiheadAttention(ShardedLayer):
         out_proj: a :class:`RowParallelLinear`.
         num_heads: of this rank.
         head_dim, dropout, batch_first: as the full layer's.
-
-    The forward takes and returns what that of ``nn.MultiheadAttention`` does, on every rank.
-    Dropout of attention weights differs between ranks, as these have other heads.
 
     Raises:
         TypeError: ``attention`` is of another class, or has hooks or parametrizations.
@@ -84,16 +83,10 @@ class ParallelMultiheadAttention(ShardedLayer):
         self.train(attention.training)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """The shape that the parameter ``name`` of the full layer has."""
         size = self.embed_dim
         return (3 * size,) if name == "in_proj_bias" else (3 * size, size)
 
     def to_full(self) -> nn.Module:
-        """The full layer, gathered. A collective that all ranks call.
-
-        Raises:
-            TypeError: a parametrization or a mask has replaced a parameter.
-        """
         full = nn.MultiheadAttention(
             self.embed_dim,
             self.num_heads * self.world_size,

@@ -16,12 +16,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients of ``module``, in place, by the norm of the full model's gradients.
 
-    Use it in place of ``torch.nn.utils.clip_grad_norm_``, which sees only one rank's shards and
-    would scale replicated gradients differently on each rank. A collective: all ranks of all
-    sharded layers must call it.
+    A collective: all ranks of all sharded layers must call it, in place of
+    ``torch.nn.utils.clip_grad_norm_``, which sees only one rank's shards.
 
     Args:
-        module: the model; sharded layers may be at any depth and use several communicators.
+        module: the model; sharded layers may use several communicators.
         max_norm: gradients with a larger norm are scaled down to it.
         norm_type: ``p`` of the p-norm; may be ``inf``.
         error_if_nonfinite: whether to raise if the norm is infinite or NaN.

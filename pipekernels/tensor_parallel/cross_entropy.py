@@ -39,8 +39,7 @@ def vocab_parallel_cross_entropy(
         reduction: ``'mean'`` (over rows that are not ignored; NaN if there are none), ``'sum'`` or
             ``'none'``.
         label_smoothing: in ``[0, 1]``: the weight of the uniform distribution in the target.
-        invariant: the same bits on 1, 2, 4 and 8 ranks
-            (:mod:`pipekernels.tensor_parallel.arithmetic`).
+        invariant: the same bits on 1, 2, 4 and 8 ranks (:doc:`/guides/invariance`).
 
     Returns:
         A scalar, or ``[...]`` with ``'none'``; the same on every rank.
@@ -71,7 +70,10 @@ def vocab_parallel_cross_entropy(
     # A class that no rank has stays outside, so that gather fails.
     others = ((target >= 0) & (target < start)) | ((target >= start + own) & (target < num_classes))
     index = (target - start).where(~(others | ignored), 0)
-    if not (index.is_cuda or torch.compiler.is_compiling()) and _outside(index, own):
+    if (
+        not (index.is_cuda or torch.compiler.is_compiling())
+        and ((index < 0) | (index >= own)).any()
+    ):
         raise IndexError(
             f"targets must be classes, 0 to {num_classes - 1}, or ignore_index={ignore_index}; got "
             f"some from {target.min().item()} to {target.max().item()}"
@@ -92,7 +94,3 @@ def vocab_parallel_cross_entropy(
     if reduction == "none":
         return loss
     return loss.sum() / (~ignored).sum() if reduction == "mean" else loss.sum()
-
-
-def _outside(index: Tensor, size: int) -> bool:
-    return bool(((index < 0) | (index >= size)).any())

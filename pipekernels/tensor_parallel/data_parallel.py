@@ -25,7 +25,7 @@ def check_data_parallel(comm: Communicator) -> None:
     Raises:
         RuntimeError: it does, and has overwritten the shards of all of them with those of one.
     """
-    ddp = active_ddp()
+    ddp = None if torch.compiler.is_compiling() else active_ddp()
     if ddp is None or comm.world_size == 1:
         return
     known = _checked.setdefault(ddp, set())

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from pipekernels.comm import Communicator
 from pipekernels.device.streams import usable
+from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, is_embedding
 from pipekernels.tensor_parallel.functional import reduce_from_ranks
 from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
@@ -20,23 +21,19 @@ class VocabParallelEmbedding(ShardedLayer):
     """An embedding that holds a part of the rows; each rank looks up those that it has, and an
     all-reduce gives all of them to every rank. After Shoeybi et al., "Megatron-LM" (2019).
 
+    The forward takes integers of any shape, the same on all ranks, and gives
+    ``[*shape, embedding_dim]`` on every rank. The backward needs no collective.
+
     Args:
         num_embeddings: of the full layer; if not divisible, the first ranks hold one more.
         embedding_dim: of the full layer.
         padding_idx: index of a row whose gradient is zero, as for ``nn.Embedding``.
         comm: the communicator whose ranks hold the layer.
-        invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks.
-        device: of the weight.
-        dtype: of the weight.
+        invariant, device, dtype: as for :class:`RowParallelLinear`.
 
     Attributes:
         weight: ``[num_embeddings / world_size, embedding_dim]``.
         rank, world_size: of the communicator.
-
-    The forward takes integers of any shape, the same on all ranks, and gives
-    ``[*shape, embedding_dim]`` on every rank. The backward needs no collective.
-
-    Initialisation, state_dicts, deepcopy and pickling: as for :class:`RowParallelLinear`.
 
     Raises:
         TypeError: ``comm`` is not a communicator.
@@ -70,12 +67,12 @@ class VocabParallelEmbedding(ShardedLayer):
     def from_embedding(
         cls, embedding: nn.Embedding, comm: Communicator, *, invariant: bool = False
     ) -> VocabParallelEmbedding:
-        """This rank's shard of ``embedding``, with its dtype, device, mode and ``requires_grad``.
+        """This rank's copy of its shard of ``embedding``, with its dtype, device, mode and
+        ``requires_grad``.
 
         Args:
             embedding: the full layer, the same on every rank: an ``nn.Embedding``, or one of
-                transformers' that multiply it by a scale (``embed_scale``). Its weight is copied,
-                not shared.
+                transformers' that multiply it by a scale (``embed_scale``).
             comm: the communicator.
             invariant: as for the constructor.
 
@@ -121,16 +118,10 @@ class VocabParallelEmbedding(ShardedLayer):
         self._adopt({"weight": full.weight})
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """The shape that the parameter ``name`` of the full layer has."""
         return self.num_embeddings, self.embedding_dim
 
     def to_full(self) -> nn.Module:
-        """The full layer, gathered: the inverse of :meth:`from_embedding`. A collective that all
-        ranks call.
-
-        Raises:
-            TypeError: a parametrization or a mask has replaced the weight.
-        """
+        """The full layer, gathered: the inverse of :meth:`from_embedding`. A collective."""
         weight = self.full_state_dict()["weight"]
         full = copy.deepcopy(self._template[0])
         full.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
@@ -144,7 +135,7 @@ class VocabParallelEmbedding(ShardedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up ``input``: see the class for the shapes."""
-        self._check_data_parallel()
+        check_data_parallel(self.comm)
         [(start, rows)] = self.spans("weight")
         padding = self.padding_idx
         if padding is not None:

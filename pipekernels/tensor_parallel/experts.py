@@ -48,18 +48,17 @@ def is_experts(module: nn.Module) -> bool:
 class ParallelExperts(ShardedLayer):
     """A rank's part of a module of experts whose weights are stacked, as those of transformers.
 
-    Args:
-        experts: the full module (:func:`is_experts`): ``gate_up_proj`` (or ``up_proj``)
-            ``[E, 2 I, H]`` and ``down_proj`` ``[E, H, I]``, or both transposed, perhaps with biases
-            ``[E, 2 I]`` and ``[E, H]``. Gate and up features may be interleaved
-            (``is_concatenated`` is False). Its parameters are copied.
-        comm: the communicator.
-        expert_parallel: give each rank whole experts, in place of a slice of each.
-
     The forward takes hidden states ``[T, H]``, the chosen experts ``[T, K]`` (integers), and their
     weights ``[T, K]``, all the same on every rank, and gives ``[T, H]`` on every rank. A module
     that takes hidden states only, already sorted by experts and scaled, or that has experts
     without parameters, which pass their input on, runs its own forward on each rank's slices.
+
+    Args:
+        experts: the full module (:func:`is_experts`): ``gate_up_proj`` (or ``up_proj``)
+            ``[E, 2 I, H]`` and ``down_proj`` ``[E, H, I]``, or both transposed, perhaps with biases
+            ``[E, 2 I]`` and ``[E, H]``. Gate and up features may be interleaved.
+        comm: the communicator.
+        expert_parallel: give each rank whole experts, in place of a slice of each.
 
     Raises:
         TypeError: ``comm`` is not a communicator, or ``experts`` has hooks.
@@ -69,13 +68,7 @@ class ParallelExperts(ShardedLayer):
 
     parameter_names: ClassVar[tuple[str, ...]] = ("down_proj",)
 
-    def __init__(
-        self,
-        experts: Any,
-        comm: Communicator,
-        *,
-        expert_parallel: bool = False,
-    ) -> None:
+    def __init__(self, experts: Any, comm: Communicator, *, expert_parallel: bool = False) -> None:
         super().__init__(Sharding(comm))
         if is_hooked(experts):
             raise TypeError(f"the experts have hooks, which would be lost; {REMEDY}")
@@ -113,7 +106,6 @@ class ParallelExperts(ShardedLayer):
         return {name: dim for name, dim in dims.items() if name in self._full_shapes}
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """The shape that the parameter ``name`` of the full module has."""
         return self._full_shapes[name]
 
     def _layout(self, name: str) -> tuple[int, int, int]:
@@ -126,14 +118,12 @@ class ParallelExperts(ShardedLayer):
         return (count, self.inner_size, 1) if self.is_concatenated else (1, self.inner_size, count)
 
     def spans(self, name: str) -> list[tuple[int, int]]:
-        """Where this rank's shard of parameter ``name`` lies in the full one."""
         blocks, features, unit = self._layout(name)
         sizes = shard_sizes(features, self.world_size)
         start, size = sum(sizes[: self.rank]) * unit, sizes[self.rank] * unit
         return [(block * features * unit + start, size) for block in range(blocks)]
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """The full tensor, joined from each rank's ``part``, sharded like parameter ``name``."""
         blocks, features, unit = self._layout(name)
         dim = self.shard_dims[name]
         own = as_full_tensor(part).movedim(dim, -1).unflatten(-1, (blocks, -1, unit))
@@ -141,10 +131,8 @@ class ParallelExperts(ShardedLayer):
         return full.transpose(-1, -2).flatten(-3).movedim(-1, dim).contiguous()
 
     def shard(self, name: str, full: Tensor) -> Tensor:
-        """A copy of this rank's shard of the full parameter ``name``. A transposed matrix lies in
-        memory as the kernel reads it, whatever its shape says."""
         part = super().shard(name, full)
-        if self.is_transposed and part.dim() == 3:
+        if self.is_transposed and part.dim() == 3:  # In memory as the kernel reads it.
             part = part.transpose(1, 2).contiguous().transpose(1, 2)
         return part
 
@@ -173,14 +161,13 @@ class ParallelExperts(ShardedLayer):
             return reduce_from_ranks(own, self.comm)
         if top_k_index is None or top_k_weights is None:
             raise TypeError(f"{self._described()} takes hidden states, chosen experts and weights")
-        chosen, weights = top_k_index, top_k_weights
-        own = self._own_part(x, chosen, copy_to_ranks(weights, self.comm))
+        own = self._own_part(x, top_k_index, copy_to_ranks(top_k_weights, self.comm))
         y = reduce_from_ranks(own, self.comm)
         bias = self._parameters.get("down_proj_bias")
         if bias is None or self.expert_parallel:
             return y
         # Once, not on every rank: with the routing weights whose gradient is not summed.
-        return y + (weights.unsqueeze(-1) * bias[chosen]).sum(1).to(y.dtype)
+        return y + (top_k_weights.unsqueeze(-1) * bias[top_k_index]).sum(1).to(y.dtype)
 
     def _own_part(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """This rank's summand of the output, ``[T, H]``."""
@@ -240,14 +227,13 @@ class ParallelExperts(ShardedLayer):
         return result
 
     def reset_parameters(self) -> None:
-        """Not possible: how experts are initialised is their model's, before it is sharded."""
+        """Not possible: how experts are initialised is their model's."""
         raise TypeError(
             f"{self._described()} does not know how its model initialises experts; initialise the "
             "model, then shard it"
         )
 
     def to_full(self) -> nn.Module:
-        """The full module, gathered. A collective that all ranks call."""
         full: nn.Module = copy.copy(self._template[0])
         full._parameters = {
             name: nn.Parameter(value, requires_grad=self.get_parameter(name).requires_grad)

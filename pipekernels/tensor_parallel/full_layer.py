@@ -32,14 +32,9 @@ def linear_classes() -> tuple[type[nn.Module], ...]:
 def is_embedding(module: nn.Module) -> bool:
     """Whether ``module`` is an ``nn.Embedding``, perhaps multiplied by a scale, which can be
     sharded. A model may have others, of which not only the looked-up rows matter."""
-    if type(module) is nn.Embedding:
-        return True
     kind = type(module)
-    return (
-        isinstance(module, nn.Embedding)
-        and kind.__module__.startswith("transformers.")
-        and kind.__name__.endswith("ScaledWordEmbedding")
-    )
+    is_scaled = isinstance(module, nn.Embedding) and kind.__name__.endswith("ScaledWordEmbedding")
+    return kind is nn.Embedding or (is_scaled and kind.__module__.startswith("transformers."))
 
 
 def features_of(linear: Any) -> tuple[int, int]:
@@ -77,9 +72,8 @@ def check_weights(layer: nn.Module) -> None:
     DTensor or a quantized weight of torchao: its elements would not be those that are sharded."""
     for name, parameter in layer.named_parameters():
         inner = type(parameter.data)
-        if int8_parts(parameter) is not None:
-            continue
-        if type(parameter) is nn.Parameter and inner is torch.Tensor:
+        is_plain = type(parameter) is nn.Parameter and inner is torch.Tensor
+        if is_plain or int8_parts(parameter) is not None:
             continue
         kind = type(parameter) if inner is torch.Tensor else inner
         order = "shard the model first, then quantize the layers that hold shards"

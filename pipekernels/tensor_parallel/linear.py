@@ -76,45 +76,35 @@ class ShardedLinear(ShardedLayer):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: Communicator, **kwargs: Any) -> Any:
-        """This rank's shard of ``linear``, with its dtype, device, mode and ``requires_grad``.
+        """This rank's copy of its shard of ``linear``, with its dtype, device, mode and
+        ``requires_grad``.
 
         Args:
             linear: the full layer, the same on every rank: an ``nn.Linear``, or a ``Conv1D`` of
-                transformers, whose weight the shard keeps transposed. Its parameters are copied,
-                not shared.
+                transformers, whose weight the shard keeps transposed.
             comm: the communicator.
             kwargs: the remaining keyword arguments of the class, without ``device`` and ``dtype``.
 
         Raises:
             TypeError: ``linear`` is neither, is a lazy one without a shape yet, or has a
-                parametrization, an adapter, hooks or an overridden forward; or ``device`` or
-                ``dtype`` is given.
-            ValueError: as for the constructor.
+                parametrization, an adapter, hooks or an overridden forward.
         """
         if not isinstance(linear, linear_classes()):
             raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
         if is_lazy(linear.weight):
             raise TypeError("linear has no in_features yet; call it once, linear(input)")
-        for name in ("device", "dtype"):
-            if name in kwargs:
-                raise TypeError(f"the {name} is that of linear; use linear.to({kwargs[name]!r})")
         extras = extras_of(linear)
         if extras is not None:
             raise TypeError(f"linear has {extras}, which would be lost; {REMEDY}")
-        sizes = features_of(linear)
         construct: Any = cls
-        layer = construct(*sizes, linear.bias is not None, comm=comm, device="meta", **kwargs)
+        kwargs = dict(comm=comm, device="meta", dtype=linear.weight.dtype, **kwargs)
+        layer = construct(*features_of(linear), linear.bias is not None, **kwargs)
         layer.is_transposed = not isinstance(linear, nn.Linear)
         layer._adopt({"weight": linear.weight, "bias": linear.bias})
         return layer.train(linear.training)
 
     def to_full(self) -> nn.Module:
-        """The full layer, gathered: the inverse of :meth:`from_linear`. A collective that all ranks
-        call.
-
-        Raises:
-            TypeError: a parametrization or a mask has replaced a parameter.
-        """
+        """The full layer, gathered: the inverse of :meth:`from_linear`. A collective."""
         parameters = {
             name: nn.Parameter(full, requires_grad=self.get_parameter(name).requires_grad)
             for name, full in self.full_state_dict().items()
@@ -122,7 +112,6 @@ class ShardedLinear(ShardedLayer):
         return full_layer(parameters, transposed=self.is_transposed).train(self.training)
 
     def _initial_parameters(self) -> dict[str, Tensor]:
-        """Parameters of the full layer, as a new ``nn.Linear`` has them."""
         sizes, weight = (self.in_features, self.out_features), self.weight
         full = nn.Linear(*sizes, self.bias is not None, device=weight.device, dtype=weight.dtype)
         parameters = {name: parameter.detach() for name, parameter in full.named_parameters()}
@@ -137,14 +126,12 @@ class ShardedLinear(ShardedLayer):
         )
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """The shape that the parameter ``name`` of the full layer has."""
         if name == "bias":
             return (self.out_features,)
         shape = self.out_features, self.in_features
         return shape[::-1] if self.is_transposed else shape
 
     def shard_dim(self, name: str) -> int:
-        """The sharded dimension of parameter ``name``."""
         dim = self.shard_dims[name]
         return 1 - dim if self.is_transposed and name == "weight" else dim
 
@@ -181,20 +168,23 @@ class ShardedLinear(ShardedLayer):
 class RowParallelLinear(ShardedLinear):
     """A linear layer that holds a part of the input features, ``Y = sum over ranks of X_t W_t^T``.
 
+    The forward takes ``[..., in_features / world_size]`` and gives ``[..., out_features]``. Its
+    backward needs no collective. Exception: with ``'reduce_scatter'`` it all-gathers the output
+    gradient and all-reduces the bias gradient, so every rank has the full one: do not sum it again.
+    :doc:`/guides/tensor_parallel` has initialisation, state dicts and copies.
+
     Args:
         in_features: of the full layer; if not divisible, the first ranks hold one more.
         out_features: of the full layer.
         bias: whether there is one; replicated, and added once, after the reduction.
         comm: the communicator whose ranks hold the layer.
-        input_is_parallel: the input holds only this rank's features (the output of a
-            :class:`ColumnParallelLinear`); else it is the full, replicated input.
+        input_is_parallel: the input holds only this rank's features; else it is the replicated one.
         reduce: ``'all_reduce'``: the full output on every rank. ``'reduce_scatter'``: this rank's
             slice of the output's first dimension, which the world size must divide. ``'none'``:
             this rank's partial sum, to be reduced by the caller; needs ``bias=False`` or
             ``skip_bias_add=True``.
         skip_bias_add: return ``(output, bias)`` without adding the bias, for a later fused add.
-        invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
-            (:mod:`pipekernels.tensor_parallel.arithmetic`).
+        invariant: the same bits on 1, 2, 4 and 8 ranks (:doc:`/guides/invariance`).
         device: of the parameters.
         dtype: of the parameters.
 
@@ -202,15 +192,6 @@ class RowParallelLinear(ShardedLinear):
         weight: ``[out_features, in_features / world_size]``, ``nn.Linear``'s layout.
         bias: ``[out_features]`` or ``None``.
         rank, world_size: of the communicator.
-
-    The forward takes ``[..., in_features / world_size]`` and gives ``[..., out_features]``. Its
-    backward needs no collective. Exception: with ``'reduce_scatter'`` it all-gathers the output
-    gradient and all-reduces the bias gradient, so every rank has the full one: do not sum it again.
-
-    Initialisation equals that of ``nn.Linear`` under the same seed, for any world size; use the
-    same seed on all ranks. ``load_state_dict`` takes the state_dict of a full ``nn.Linear`` or of
-    this rank's shard. ``copy.deepcopy`` shares the communicator; pickling raises TypeError.
-    :doc:`/guides/tensor_parallel` has the rest.
 
     Raises:
         TypeError: ``comm`` is not a communicator; an input has another dtype, without autocast.
@@ -294,6 +275,9 @@ class RowParallelLinear(ShardedLinear):
 class ColumnParallelLinear(ShardedLinear):
     """A linear layer that holds a part of the output features, ``Y_t = X W_t^T + b_t``.
 
+    The forward takes the replicated ``[..., in_features]`` and gives
+    ``[..., out_features / world_size]``; the backward all-reduces the gradient of the input.
+
     Args:
         in_features: of the full layer.
         out_features: of the full layer; if not divisible, the first ranks hold one more.
@@ -301,25 +285,15 @@ class ColumnParallelLinear(ShardedLinear):
         comm: the communicator whose ranks hold the layer.
         gather_output: return the full output on every rank, instead of this rank's features.
         blocks: sizes of the layers that are fused into this one (``qkv``, ``gate_up_proj``), whose
-            sum is ``out_features``: each is sharded by itself, so that this rank's output is a
-            smaller fused one. Default: it is one layer.
+            sum is ``out_features``: each is sharded by itself.
         copies: how many consecutive ranks hold each shard, as grouped-query attention with fewer
             key heads than ranks needs. Their gradients are summed.
-        skip_bias_add: return ``(output, bias)`` without adding the bias, for a later fused add.
-        invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
-            (:mod:`pipekernels.tensor_parallel.arithmetic`).
-        device: of the parameters.
-        dtype: of the parameters.
+        skip_bias_add, invariant, device, dtype: as for :class:`RowParallelLinear`.
 
     Attributes:
         weight: ``[out_features / world_size, in_features]``, ``nn.Linear``'s layout.
         bias: ``[out_features / world_size]`` or ``None``.
         rank, world_size: of the communicator.
-
-    The forward takes the replicated ``[..., in_features]`` and gives
-    ``[..., out_features / world_size]``; the backward all-reduces the gradient of the input.
-
-    Initialisation, state_dicts, deepcopy, pickling and export: as for :class:`RowParallelLinear`.
 
     Raises:
         TypeError: ``comm`` is not a communicator; an input has another dtype, without autocast.
@@ -346,14 +320,11 @@ class ColumnParallelLinear(ShardedLinear):
     ) -> None:
         if blocks is not None and (sum(blocks) != out_features or gather_output):
             raise ValueError(
-                f"blocks={list(blocks)} must sum up to out_features={out_features}, and there is "
-                "no gather_output with them; without blocks the gathered output is the full one"
+                f"blocks={list(blocks)} must sum up to out_features={out_features}, and go without "
+                "gather_output"
             )
         if copies > 1 and (blocks is not None or gather_output):
-            raise ValueError(
-                f"copies={copies} goes with neither blocks nor gather_output; without copies the "
-                "gathered output is the full one"
-            )
+            raise ValueError(f"copies={copies} goes with neither blocks nor gather_output")
         full = _new_linear(in_features, out_features, bias, device, dtype)
         sharding = Sharding(comm, blocks or (), copies, invariant)
         super().__init__(full, sharding, skip_bias_add=skip_bias_add)

@@ -11,33 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
-from pipekernels._torch_private import active_ddp
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.arithmetic import arithmetic_of
-from pipekernels.tensor_parallel.data_parallel import (
-    as_full_tensor,
-    check_data_parallel,
-    distributed_like,
-)
+from pipekernels.tensor_parallel.data_parallel import as_full_tensor, distributed_like
 from pipekernels.tensor_parallel.full_layer import REMEDY
 from pipekernels.tensor_parallel.functional import gather_from_ranks, shard_sizes
 
 
 class Sharding(NamedTuple):
-    """How the parameters of a layer are sharded.
-
-    Attributes:
-        comm: the communicator.
-        blocks: sizes of the layers that are fused into this one, along the sharded dimension; each
-            is sharded by itself.
-        copies: how many consecutive ranks hold each shard.
-        invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks.
-    """
+    """How the parameters of a layer are sharded."""
 
     comm: Communicator
-    blocks: Sequence[int] = ()
-    copies: int = 1
-    invariant: bool = False
+    blocks: Sequence[int] = ()  # Sizes of the layers that are fused, each sharded by itself.
+    copies: int = 1  # How many consecutive ranks hold each shard.
+    invariant: bool = False  # The same bits on 1, 2, 4 and 8 ranks.
 
 
 class ShardedLayer(nn.Module):
@@ -81,12 +68,7 @@ class ShardedLayer(nn.Module):
         raise NotImplementedError
 
     def to_full(self) -> nn.Module:
-        """The full layer, gathered: the inverse of the class method that sharded it. A collective
-        that all ranks call.
-
-        Raises:
-            TypeError: a parametrization or a mask has replaced a parameter.
-        """
+        """The full layer, gathered. A collective; TypeError as for :meth:`full_state_dict`."""
         raise NotImplementedError
 
     def _initial_parameters(self) -> dict[str, Tensor]:
@@ -94,11 +76,8 @@ class ShardedLayer(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Initialise as the full layer does, and keep this rank's shard.
-
-        The same seed on every rank gives the same layer for any world size. During the call every
-        rank allocates the full weight.
-        """
+        """Initialise as the full layer does, which every rank allocates meanwhile. The same seed on
+        every rank gives the same layer for any world size."""
         parameters = self._plain_parameters()
         with torch.no_grad():
             for name, full in self._initial_parameters().items():
@@ -106,11 +85,8 @@ class ShardedLayer(nn.Module):
                 parameter.copy_(distributed_like(parameter, self.shard(name, full)))
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The state_dict of the full layer, gathered; a collective that all ranks call.
-
-        Raises:
-            TypeError: a parametrization or a mask has replaced a parameter.
-        """
+        """The state_dict of the full layer, gathered; a collective. TypeError if a parametrization
+        or a mask has replaced a parameter."""
         return {
             name: self.gather(name, parameter.detach())
             if name in self.shard_dims
@@ -167,10 +143,6 @@ class ShardedLayer(nn.Module):
                 shard = self.shard(name, parameter.detach())
                 parameter = nn.Parameter(shard, requires_grad=parameter.requires_grad)
             self.register_parameter(name, parameter)
-
-    def _check_data_parallel(self) -> None:
-        if not torch.compiler.is_compiling() and active_ddp() is not None:
-            check_data_parallel(self.comm)
 
     def _described(self) -> str:
         """Class and name, for errors."""

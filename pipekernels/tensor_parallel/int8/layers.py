@@ -105,7 +105,6 @@ class Int8Linear(_Int8Layer):
         self.train(layer.training)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """The shape that the parameter ``name`` of the full layer has."""
         return (self.out_features, self.in_features) if name == "weight" else (self.out_features,)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
@@ -139,7 +138,7 @@ class Int8Linear(_Int8Layer):
         return y + bias if self.is_row and bias is not None else y
 
     def to_full(self) -> nn.Module:
-        """The full layer in floats, gathered. A collective that all ranks call."""
+        """The full layer in floats, gathered. A collective."""
         full = self.full_state_dict()
         weight = floats_of(full["weight"], full.pop("scale"), self.float_dtype)
         full["weight"] = weight.t().contiguous() if self.is_transposed else weight
@@ -167,15 +166,12 @@ class Int8Experts(_Int8Layer, ParallelExperts):
 
     def __init__(self, layer: ParallelExperts) -> None:
         ShardedLayer.__init__(self, Sharding(layer.comm))
-        self.expert_parallel, self.algorithm = layer.expert_parallel, "auto"
+        self.expert_parallel = layer.expert_parallel
         self.is_routed, self.first = layer.is_routed, layer.first
         self.is_transposed, self.was_transposed = False, layer.is_transposed
         self.is_concatenated, self.num_experts = layer.is_concatenated, layer.num_experts
-        self.hidden_size, self.inner_size, self.name = (
-            layer.hidden_size,
-            layer.inner_size,
-            layer.name,
-        )
+        self.hidden_size, self.inner_size = layer.hidden_size, layer.inner_size
+        self.name = layer.name
         self.float_dtype = layer.get_parameter("down_proj").dtype
         self._full_shapes = {
             name: (shape[0], *shape[:0:-1]) if self.was_transposed and len(shape) == 3 else shape
@@ -215,7 +211,7 @@ class Int8Experts(_Int8Layer, ParallelExperts):
         return skinny_int8_expert_linear(x, self.get_parameter(name), scale, bias, chosen)
 
     def to_full(self) -> nn.Module:
-        """The full module in floats, gathered. A collective that all ranks call."""
+        """The full module in floats, gathered. A collective."""
         state = self.full_state_dict()
         full: nn.Module = copy.copy(self._template[0])
         full._parameters = {}
