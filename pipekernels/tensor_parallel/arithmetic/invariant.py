@@ -39,10 +39,10 @@ class Invariant(Plain):
     order = "tree"
 
     @staticmethod
-    def no_product(*args: Any) -> None:
+    def _no_product(*args: Any) -> None:
         """Kernels for a few rows have another order of sums."""
 
-    skinny_linear = skinny_all_reduce = no_product
+    skinny_linear = skinny_all_reduce = _no_product
     check_activations = staticmethod(check_width)
     check_shared = staticmethod(check_own_parameters)
     can_shard = staticmethod(has_slabs)

@@ -40,11 +40,12 @@ class Plain:
     row_linear: ClassVar[Callable[..., Tensor]] = staticmethod(row_linear)
 
     @staticmethod
-    def check(*args: Any, **options: Any) -> None:
-        """Raise ValueError unless a layer is supported; every one is."""
+    def _check(*args: Any, **options: Any) -> None:
+        """Raise ValueError unless the layer is supported; plain arithmetic supports every one."""
 
-    check_row = check_column = check_activations = check
-    check_attention = check_experts = check_shared = check
+    check_row = check_column = check_attention = check_experts = _check
+    check_activations = _check  # Of features that a column-parallel layer has sharded.
+    check_shared = _check  # A module whose gradients, which all heads share, are to be summed.
 
     @staticmethod
     def can_shard(size: int) -> bool:

@@ -22,21 +22,11 @@ Model = TypeVar("Model", bound=nn.Module)
 def quantize_weights(model: Model) -> Model:
     """Give sharded linear layers and experts weights of int8, in place, for inference.
 
-    A collective: all ranks call it, after :func:`tensor_parallelize` and after loading. The model's
-    parameters no longer require gradients. What stays in floats: layers that are whole, embeddings
-    (an output head that shares its weight with one gets its own), sharded
-    ``nn.MultiheadAttention``, and experts that take hidden states sorted by experts (Llama 4).
-
-    The state_dict has ``weight`` in int8, ``[out_features, in_features]``, and ``scale`` in
-    float32; that of experts ``gate_up_proj``, ``gate_up_proj_scale`` and so on. It and
-    :func:`full_state_dict` load into a model that was quantized in the same way, the latter on any
-    number of ranks. :func:`tensor_unparallelize` gives a whole model in floats back.
+    A collective, after loading; returns ``model``, whose parameters no longer require gradients.
+    :doc:`/guides/transformers` says what stays in floats, and what state dicts have.
 
     Args:
         model: with sharded layers, in float32, bfloat16 or float16.
-
-    Returns:
-        ``model``.
 
     Raises:
         TypeError: a sharded layer has hooks, or a parametrization or a mask.
