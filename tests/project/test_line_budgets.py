@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[2]
 # folders in it, and in all of tests and bench.
 BUDGETS = {
     "pipekernels": 1_120,
-    "pipekernels/balance": 520,
+    "pipekernels/balance": 450,
     "pipekernels/binding": 320,
     "pipekernels/comm": 1_720,
     "pipekernels/comm/hosts": 580,
     "pipekernels/comm/join": 570,
     "pipekernels/comm/process_group": 750,
     "pipekernels/device": 540,
-    "pipekernels/huggingface": 1_890,
+    "pipekernels/huggingface": 2_190,
     "pipekernels/kernels": 680,
     "pipekernels/local_ops": 1_580,
     "pipekernels/ops": 50,
@@ -31,15 +31,15 @@ BUDGETS = {
     "pipekernels/pipeline/spmd": 610,
     "pipekernels/pipeline/stage": 1_900,
     "pipekernels/pipeline/values": 660,
-    "pipekernels/tensor_parallel": 2_650,
-    "pipekernels/tensor_parallel/arithmetic": 720,
-    "pipekernels/tensor_parallel/int8": 360,
+    "pipekernels/tensor_parallel": 2_320,
+    "pipekernels/tensor_parallel/arithmetic": 660,
+    "pipekernels/tensor_parallel/int8": 350,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 25_380,
+    "tests": 25_610,
     "bench": 5_250,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 22_030, "core": 18_160}
+TOTALS = {"pipekernels": 21_870, "core": 17_760}
 
 
 def lines(files: Iterable[Path]) -> int:

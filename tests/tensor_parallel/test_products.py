@@ -1,6 +1,5 @@
 """How row-parallel products are called."""
 
-import pytest
 import torch
 from support.ranks import on, run_threads
 from torch import nn
