@@ -24,7 +24,7 @@ from pipekernels.comm.hosts.cpu import GRACE, MultiHostBackend
 from pipekernels.comm.hosts.cuda import GroupBackend
 from pipekernels.comm.join.bootstrap import join_processes, problem_of, raise_join_failure
 from pipekernels.comm.join.deadline import Deadline, check_timeout
-from pipekernels.comm.join.rendezvous import Rendezvous, meet, of_color, over_group, over_store
+from pipekernels.comm.join.rendezvous import Rendezvous, of_color, over_group, over_store
 from pipekernels.comm.shared_memory import SharedMemoryBackend
 
 if TYPE_CHECKING:
@@ -140,9 +140,9 @@ class Communicator(Collectives):
         CUDA tensors do not go from host to host without one.
 
         Args:
-            store: must not be in use for another communicator at the same time. Entries of earlier
-                ones, also from before a restart by torchrun, do no harm. Anyone with write access
-                can prevent the ranks from joining.
+            store: the ranks make their communicators over it in the same order. After a restart it
+                needs a new prefix, a ``PrefixStore``. Anyone with write access can prevent the
+                ranks from joining.
             rank: of this process, in ``0 .. world_size - 1``.
             world_size: the number of ranks, at most 65536.
             timeout: seconds, from this call on, until all ranks must have joined; then as for
@@ -158,7 +158,6 @@ class Communicator(Collectives):
         check_timeout(timeout)
         check_blocks(device_blocks)
         deadline = Deadline(timeout)
-        store = meet(store, rank, world_size, deadline)
         rendezvous = over_store(store, rank, world_size, deadline)
         return cast("Communicator", cls._join(rendezvous, timeout, device_blocks))
 

@@ -26,7 +26,7 @@ from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.link import Link
 from pipekernels.comm.join.deadline import Deadline
 from pipekernels.comm.join.process import host_identity, start_time
-from pipekernels.comm.join.rendezvous import Rendezvous, late, of_color
+from pipekernels.comm.join.rendezvous import Rendezvous, await_ranks, of_color
 
 _RETRY = 0.002  # Seconds between attempts to connect to a socket whose queue is full.
 _LOOK = 0.2  # Seconds between looks whether processes still run.
@@ -164,13 +164,9 @@ def _connect_hosts(
     assert store is not None, "only processes of one host have no store"
     name = f"{name[1:]}/{host_map.position}"  # Unique, as the socket's address is.
     # Wait for all ranks first: connecting has the timeout of a link's operations.
-    keys = [f"{name}/{host}" for host in range(len(host_map.hosts))]
-    store.set(keys[host_map.host], "")
-    absent = [str(host_map.hosts[host][host_map.position]) for host in late(store, keys, deadline)]
-    if absent:
-        raise TimeoutError(
-            f"rank(s) {', '.join(absent)} did not connect the hosts within {deadline.seconds:.3g} s"
-        )
+    keys = {f"{name}/{host}": ranks[host_map.position] for host, ranks in enumerate(host_map.hosts)}
+    store.set(f"{name}/{host_map.host}", "")
+    await_ranks(store, keys, deadline)
     hosts = len(host_map.hosts)
     return Link(dist.PrefixStore(f"{name}/link", store), host_map.host, hosts, timeout)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from numbers import Real
 
 _LONGEST = 1e9  # Seconds, 31 years; 64-bit clocks of nanoseconds overflow after 292 years.
@@ -19,10 +18,6 @@ class Deadline:
     def left(self) -> float:
         """Seconds left; 0 once the deadline has passed."""
         return max(self._end - time.monotonic(), 0.0)
-
-    def for_store(self) -> timedelta:
-        """:meth:`left` as a timeout of a store, where 0 may mean no timeout."""
-        return timedelta(seconds=max(self.left(), 0.01))
 
     def for_socket(self) -> float:
         """:meth:`left` as a timeout of a socket: at most 24 days, and 0 would mean non-blocking."""

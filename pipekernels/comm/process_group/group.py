@@ -29,7 +29,7 @@ from pipekernels._torch_private import (
 from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.join.deadline import Deadline
-from pipekernels.comm.join.rendezvous import meet, over_store
+from pipekernels.comm.join.rendezvous import over_store
 from pipekernels.comm.process_group.other_devices import (
     OtherGroups,
     check_point_to_point,
@@ -68,8 +68,9 @@ class Group(dist.ProcessGroup):
         timeout, seconds = options.timeout, options.timeout.total_seconds()
         deadline = Deadline(seconds)
         # Wait for all ranks before connecting Gloo, which has the timeout of its operations.
-        store = meet(options.store, rank, world_size, deadline)
-        gloo_store = dist.PrefixStore("gloo", store)
+        rendezvous = over_store(options.store, rank, world_size, deadline)
+        rendezvous.all_gather("", str)
+        gloo_store = dist.PrefixStore("gloo", cast(dist.Store, rendezvous.store))
         backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
         # For calls of overridden methods that the communicator does not support.
         gloo = dist.ProcessGroup(gloo_store, rank, world_size)
@@ -77,7 +78,6 @@ class Group(dist.ProcessGroup):
             register_backend(group, _CPU, backend)
         logged = _log.isEnabledFor(logging.INFO)
         self._gloo = cast(dist.ProcessGroup, _Logged(gloo)) if logged else gloo
-        rendezvous = over_store(store, rank, world_size, deadline)
         self._comm = cast(Communicator, Communicator._join(rendezvous, seconds, MOST_BLOCKS))
         self._flat_calls = self._comm._cpu_backend.flat_calls
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")

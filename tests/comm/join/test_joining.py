@@ -35,14 +35,6 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def pretend_to_join(store: dist.Store, payload: bytes) -> None:
-    """Act as rank 1 of two, up to the message in which it describes itself."""
-    store.wait([rendezvous._LATEST])
-    session = store.get(rendezvous._LATEST).decode()
-    store.set(f"{session}/1", "token")
-    store.set(f"{session}/1/1", payload)
-
-
 ADDRESS = "\0pipekernels-" + "0" * 32
 
 
@@ -66,7 +58,7 @@ ADDRESS = "\0pipekernels-" + "0" * 32
 )
 def test_a_malformed_message_is_an_error(payload: bytes) -> None:
     store = dist.HashStore()
-    threading.Thread(target=pretend_to_join, args=(store, payload), daemon=True).start()
+    store.set("pipekernels/2/1/1/1", payload)  # As rank 1, in the first of its exchanges.
     with pytest.raises(RuntimeError, match="rank 1 sent .* cannot be read .*same version"):
         Communicator.from_store(store, 0, 2, timeout=20.0)
 
@@ -79,27 +71,11 @@ def test_a_number_of_ranks_that_cannot_be_is_refused_at_once(world_size: int) ->
 
 @pytest.mark.parametrize("form", [bytes, bytes.hex])
 def test_nothing_in_a_store_is_unpickled(form: Callable[[bytes], Any], tmp_path: Path) -> None:
-    class Poisoned(dist.Store):
-        """Has every key of another rank; its value is a pickle."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.own: dict[str, bytes] = {}
-
-        def set(self, key: str, value: str) -> None:
-            self.own[key] = value.encode()
-
-        def check(self, keys: list[str]) -> bool:
-            return True
-
-        def get(self, key: str) -> bytes:
-            poison = form(pickle.dumps(Bomb(tmp_path / "exploded")))
-            return self.own.get(key, poison.encode() if isinstance(poison, str) else poison)
-
-    store = Poisoned()
-    deadline = Deadline(20.0)
+    store = dist.HashStore()
+    store.set("pipekernels/2/1/1/1", form(pickle.dumps(Bomb(tmp_path / "exploded"))))
+    ranks = rendezvous.over_store(store, 0, 2, Deadline(20.0))
     with pytest.raises(RuntimeError, match="rank 1 sent .* cannot be read"):
-        rendezvous.over_store(store, 0, 2, deadline).all_gather("", str)
+        ranks.all_gather("", str)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -144,20 +120,11 @@ def test_an_impossible_message_size_is_an_error(size: int) -> None:
         messages.all_gather("", str, gather, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("closed", [False, True])
 @on_ranks(3)
-def test_keys_of_earlier_ranks_in_a_store_are_ignored(
-    alone: Communicator, closed: bool, tmp_path: Path
-) -> None:
+def test_a_store_serves_several_communicators(alone: Communicator, tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 3)
-    if alone.rank == 0:
-        store.set(rendezvous._LATEST, "before")
-        for rank in range(3):
-            store.set(f"before/{rank}", f"token {rank}")
-            store.set(f"before/1/{rank}", messages.encode("an old problem").decode())
-        if closed:
-            store.set("before/all", messages.encode(["token 0", "token 1", "token 2"]).decode())
-    alone.barrier()
+    with Communicator.from_store(store, 0, 1):  # One rank of one: joins no others.
+        pass
     for _ in range(3):
         with Communicator.from_store(store, alone.rank, 3, timeout=20.0) as comm:
             assert comm.all_reduce(torch.tensor([10.0**comm.rank])).item() == 111
@@ -272,7 +239,7 @@ def test_a_rank_that_dies_while_it_joins_is_named_within_the_timeout(
         assert str(caught.value) == "rank 2 has died before the communicator was made"
         assert seconds < 4
     else:
-        assert "rank(s) 2 of 3 did not join within 6 s" in str(caught.value)
+        assert "rank(s) 2 did not join within " in str(caught.value)
         assert seconds < 11  # A timeout per wait instead of one in all would take 12 or 18 s.
 
 
