@@ -30,7 +30,6 @@ computed is chosen in ``tensor_parallel.products``; in what order they are summe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -71,7 +70,6 @@ class ShardedLinear(ShardedLayer):
         self.skip_bias_add = skip_bias_add
         self.is_transposed = False  # Weights are [in, out], as those of transformers' Conv1D.
         self._gradients_are_checked = False
-        import_module("pipekernels.local_ops.flops")
         self._adopt({"weight": full.weight, "bias": full.bias})
 
     @classmethod
