@@ -58,17 +58,18 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor)
 
 
 def skinny_expert_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, scale: Tensor | None = None
 ) -> Tensor | None:
     """Multiply each row by the matrices of its chosen experts, of which only these are read; or
     None where the kernel does not apply: it takes few rows of contiguous CPU tensors of one
     floating dtype, without autograd.
 
     Args:
-        x: ``[rows, k]``.
-        weight: ``[experts, n, k]``.
+        x: ``[rows, k]``; float32 or bfloat16 with a ``scale``.
+        weight: ``[experts, n, k]``, of int8 with a ``scale``.
         bias: ``[experts, n]``.
         chosen: int64, ``[rows, count]``.
+        scale: ``[experts, n]``, float32, see :mod:`pipekernels.local_ops.int8_linear`.
 
     Returns:
         ``[rows, count, n]``. 16-bit floats are computed with in float32, and rounded once.
@@ -78,13 +79,16 @@ def skinny_expert_linear(
     """
     if type(x) is not Tensor or not x.is_cpu or is_observed():
         return None
-    if chosen.numel() > SKINNY_ROWS * weight.shape[0] or torch.is_autocast_enabled("cpu"):
+    if chosen.numel() > SKINNY_ROWS * weight.shape[0]:
+        return None
+    if scale is None and torch.is_autocast_enabled("cpu"):
         return None
     if has_derivatives((x, weight) if bias is None else (x, weight, bias)):
         return None
     out = x.new_empty((*chosen.shape, weight.shape[1]))
-    operands = out, x, weight, bias, chosen
-    done: bool = _backend.load().expert_product(*operands, torch.get_num_threads())
+    operands = out, x, weight, bias, chosen, torch.get_num_threads()
+    scales = () if scale is None else (scale,)
+    done: bool = _backend.load().expert_product(*operands, *scales)
     return out if done else None
 
 

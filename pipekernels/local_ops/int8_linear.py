@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels.local_ops.dispatch import has_derivatives, is_observed
-from pipekernels.local_ops.expert_linear import SKINNY_ROWS, groups
+from pipekernels.local_ops.expert_linear import groups
 
 BLOCK = 1 << 20
 """Elements of a weight that are widened at a time."""
@@ -96,38 +96,6 @@ def int8_expert_linear(
         if bias is not None:
             out[own].add_(bias[expert])
     return out
-
-
-def skinny_int8_expert_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, chosen: Tensor
-) -> Tensor | None:
-    """:func:`~pipekernels.local_ops.expert_linear.skinny_expert_linear` of int8: multiply each row
-    by the matrices of its chosen experts, or None where the kernel does not apply: it takes few
-    rows of contiguous CPU tensors, in float32 or bfloat16.
-
-    Args:
-        x: ``[rows, k]``.
-        weight: ``[experts, n, k]``, int8.
-        scale: ``[experts, n]``, float32.
-        bias: ``[experts, n]``.
-        chosen: int64, ``[rows, count]``.
-
-    Returns:
-        ``[rows, count, n]``, computed in float32 and rounded once.
-
-    Raises:
-        RuntimeError: a gradient is asked for.
-        ValueError: an expert is outside of ``0..experts - 1``.
-    """
-    _check_no_gradients(x)
-    if type(x) is not Tensor or not x.is_cpu or is_observed():
-        return None
-    if chosen.numel() > SKINNY_ROWS * weight.shape[0]:
-        return None
-    out = x.new_empty((*chosen.shape, weight.shape[1]))
-    operands = out, x, weight, bias, chosen
-    done: bool = _backend.load().expert_product(*operands, torch.get_num_threads(), scale)
-    return out if done else None
 
 
 def _check_no_gradients(x: Tensor) -> None:

@@ -12,11 +12,11 @@ from test_experts import HIDDEN, LAYOUTS, Experts, both, routing
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
+from pipekernels.local_ops.expert_linear import skinny_expert_linear
 from pipekernels.local_ops.int8_linear import (
     floats_of,
     int8_linear,
     int8_of,
-    skinny_int8_expert_linear,
 )
 from pipekernels.tensor_parallel import full_state_dict, quantize_weights, tensor_unparallelize
 from pipekernels.tensor_parallel.experts import ParallelExperts
@@ -246,5 +246,5 @@ def test_a_few_rows_go_through_the_kernel(
     integers = int8_of(weight, scale)
     with torch.no_grad():
         y = int8_linear(x, integers[0], scale[0])
-        by_experts = skinny_int8_expert_linear(x, integers, scale, None, chosen)
+        by_experts = skinny_expert_linear(x, integers, None, chosen, scale)
     assert by_experts[:, 0].equal(y)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
+from pipekernels.local_ops.expert_linear import skinny_expert_linear
 from pipekernels.local_ops.int8_linear import (
     floats_of,
     int8_expert_linear,
     int8_linear,
     int8_of,
-    skinny_int8_expert_linear,
 )
 from pipekernels.tensor_parallel.experts import ParallelExperts
 from pipekernels.tensor_parallel.full_layer import full_layer
@@ -208,7 +208,7 @@ class Int8Experts(_Int8Layer, ParallelExperts):
         self, x: Tensor, name: str, bias: Tensor | None, chosen: Tensor
     ) -> Tensor | None:
         scale = self.get_parameter(f"{name}_scale")
-        return skinny_int8_expert_linear(x, self.get_parameter(name), scale, bias, chosen)
+        return skinny_expert_linear(x, self.get_parameter(name), bias, chosen, scale)
 
     def to_full(self) -> nn.Module:
         """The full module in floats, gathered. A collective."""
