@@ -1,46 +1,10 @@
-"""What the log and torch.profiler show of collectives.
-
-The algorithm of an all-reduce is logged once for each dtype and size class.
-"""
-
-import logging
+"""What torch.profiler shows of collectives."""
 
 import pytest
 import torch
-from support.ranks import run_threads
 from torch.profiler import ProfilerActivity, profile
 
 from pipekernels import Communicator
-
-
-def reduce_all(comm: Communicator) -> None:
-    for _ in range(2):
-        for elements in (1, 512, 500, 513, 4096):
-            comm.all_reduce(torch.ones(elements))
-        comm.all_reduce(torch.ones(2, 2).t()[:1], algorithm="ring")  # Not by the fast path.
-        comm.all_reduce(torch.ones(1, dtype=torch.float64))
-
-
-def test_the_log_names_the_algorithm(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "pipekernels.comm"):
-        run_threads(2, reduce_all)
-    expected = [
-        "all_reduce of 4 bytes of torch.float32: one_shot, by size",
-        "all_reduce of 2048 bytes of torch.float32: one_shot, by size",
-        "all_reduce of 2000 bytes of torch.float32: one_shot, by size",
-        "all_reduce of 2052 bytes of torch.float32: two_shot, by size",
-        "all_reduce of 16384 bytes of torch.float32: two_shot, by size",
-        "all_reduce of 8 bytes of torch.float32: ring, as the caller asks",
-        "all_reduce of 8 bytes of torch.float64: one_shot, by size",
-    ]
-    assert sorted(caplog.messages) == sorted(2 * expected)  # Of two ranks.
-
-
-def test_reductions_are_not_watched_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
-    (comm,) = Communicator.threads(1)
-    assert comm._all_reduce_tensor == comm._cpu_backend.core.all_reduce_tensor
-    comm.all_reduce(torch.ones(2))
-    assert not caplog.records
 
 
 def test_collectives_have_ranges_with_their_bytes() -> None:
