@@ -248,10 +248,6 @@ current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 of ``torch.cuda.current_stream()``. None in builds without CUDA."""
 
 
-wait_on_gpu = torch.cuda._sleep
-"""Keeps the current stream busy for so many clock cycles, so that work can be queued behind."""
-
-
 # ---- operations ----
 
 scaled_mm = torch._scaled_mm

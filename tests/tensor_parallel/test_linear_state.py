@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.checks import assert_raises, assert_same_state
-from support.ranks import on, on_ranks, run_threads
+from support.ranks import on, run_threads
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
