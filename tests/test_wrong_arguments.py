@@ -82,8 +82,12 @@ OTHERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "'0.weight' is on the meta device.*to_empty",
     ),
-    "gpu:0": (lambda: on("gpu:0"), RuntimeError, "torch knows no device 'gpu:0'; name 'cpu'"),
-    "placed on gpu:0": (lambda: parallelize_module(LINEAR, "gpu:0"), RuntimeError, "'gpu:0'"),
+    "gpu:0": (lambda: on("gpu:0"), RuntimeError, "device type at start of device string: gpu"),
+    "placed on gpu:0": (
+        lambda: parallelize_module(LINEAR, "gpu:0"),
+        RuntimeError,
+        "device string: gpu",
+    ),
     "hpu": (lambda: on("hpu"), RuntimeError, "device 'hpu' cannot be used"),
 }
 

@@ -16,6 +16,7 @@ from pipekernels._torch_private import current_raw_stream, disable_dynamo, in_ba
 from pipekernels.comm.backend import DeviceBackend, NativeBackend
 from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import allocated
+from pipekernels.device.streams import with_index
 
 _log = logging.getLogger(__name__)
 
@@ -35,12 +36,6 @@ def symmetric_bytes() -> int:
     if not text.isdecimal() or not 0 < int(text) < 1 << 48:
         raise ValueError(f"{_VARIABLE} must be a positive number of bytes, got {text!r}")
     return int(text)
-
-
-def with_index(device: torch.device) -> torch.device:
-    """A CUDA device with its index: the current one if ``device`` has none."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.device("cuda", index)
 
 
 def check_blocks(device_blocks: int) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipekernels._backend import require_cuda_devices
 from pipekernels._torch_private import current_raw_stream
 
 Stream = Any
@@ -40,61 +39,23 @@ HOST: Stream = _Host()
 
 
 def with_index(device: torch.device | str | int) -> torch.device:
-    """``device`` as a ``torch.device``; ``"cuda"`` gets the current CUDA device's index, if any.
-
-    Raises:
-        TypeError: it is neither a device, nor a string, nor an index.
-    """
-    if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
-        raise TypeError(
-            "a device must be a torch.device, a string such as 'cuda:0', or an index, got "
-            f"{type(device).__name__}"
-        )
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"torch knows no device {device!r}; name 'cpu', or a GPU such as 'cuda:0' ({error})"
-        ) from None
+    """``device`` as a ``torch.device``; ``"cuda"`` gets the current CUDA device's index, if any."""
+    device = torch.device(device)
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def usable(device: torch.device | str | int) -> torch.device:
-    """As :func:`with_index`, for a device that torch can use.
-
-    Raises:
-        TypeError: it is neither a device, nor a string, nor an index.
-        RuntimeError: torch knows no device of that name, or cannot use it.
-    """
-    if type(device) is int and not torch.accelerator.is_available():
-        require(device)  # An index means a CUDA device: explain why it cannot be used.
+    """As :func:`with_index`; RuntimeError for a device that torch cannot use."""
     found = with_index(device)
-    if found.type == "cuda":
-        require(device, found.index)
-    elif found.type != "cpu":
-        try:
-            torch.empty(0, device=found)
-        except Exception as error:  # noqa: BLE001 (Of any kind, by device.)
-            raise RuntimeError(f"device {str(device)!r} cannot be used: {error}") from None
-    return found
-
-
-def require(device: torch.device | str | int, index: int | None = None) -> None:
-    """Raise RuntimeError unless torch can use the CUDA device ``device`` with this index."""
     try:
-        require_cuda_devices()
-    except RuntimeError as error:
+        torch.empty(0, device=found)
+    except Exception as error:  # noqa: BLE001 (Of any kind, by device.)
         raise RuntimeError(
-            f"device {str(device)!r} cannot be used: {error}; or name the CPU, 'cpu'"
+            f"device {str(device)!r} cannot be used: {error}; name another, such as 'cpu'"
         ) from None
-    count = torch.cuda.device_count()
-    if index is not None and index >= count:
-        raise RuntimeError(
-            f"device {str(device)!r} cannot be used: torch sees {count} CUDA devices, from cuda:0 "
-            f"to cuda:{count - 1}; name one of them, or see CUDA_VISIBLE_DEVICES"
-        )
+    return found
 
 
 def has_streams(device: torch.device) -> bool:

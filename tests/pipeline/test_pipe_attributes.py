@@ -189,7 +189,7 @@ WITH_HOOK.register_forward_hook(lambda module, inputs, output: output * 2)
         ({"balance": [2.0, 3.0]}, TypeError, r"balance is \[2.0, 3.0\]; it must list integers"),
         ({"devices": ["cpu"]}, IndexError, "1 devices for 2 partitions"),
         ({"devices": "cpu"}, TypeError, "devices is 'cpu'; it must be a list"),
-        ({"devices": ["cpu", None]}, TypeError, "must be a torch.device, .*, got NoneType"),
+        ({"devices": ["cpu", None]}, TypeError, r"device\(\)"),
         ({"module": nn.Sequential(nn.LazyLinear(2))}, ValueError, "not known yet"),
     ],
 )

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels.comm.cuda import with_index
 from pipekernels.comm.hosts.cpu import bytes_of, in_any_order
 from pipekernels.comm.messages import backends_of
+from pipekernels.device.streams import with_index
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,

@@ -359,7 +359,7 @@ def scripted() -> nn.Module:
         (Model, {"head.scale": "cpu"}, {}, ValueError, "names 'head.scale'"),
         (Model, {"head": ("cpu",)}, {}, ValueError, "'head' is mapped to 1 devices.*a pair"),
         (Model, {"head": ["cpu"] * 3}, {}, ValueError, "'head' is mapped to 3 devices"),
-        (Model, {"head": ("cpu", None)}, {}, TypeError, "got NoneType"),
+        (Model, {"head": ("cpu", None)}, {}, TypeError, r"device\(\)"),
         (Model, {"head": "nowhere"}, {}, RuntimeError, "nowhere"),
         (Model, {"head": "meta"}, {"chunks": 0}, ValueError, "chunks is 0"),
         (Model, {"head": "meta"}, {"chunks": 1.5}, ValueError, "chunks is 1.5"),

@@ -29,7 +29,7 @@ def test_cuda_is_the_current_device(monkeypatch: pytest.MonkeyPatch, index: int 
 
 @pytest.mark.parametrize("bad", [None, 1.5, True, ("cpu",)])
 def test_arguments_that_are_not_devices(bad: object) -> None:
-    with pytest.raises(TypeError, match="a device must be a torch.device, a string such as"):
+    with pytest.raises(TypeError, match=r"device\(\)"):
         get_device(bad)
     with pytest.raises(RuntimeError, match="tpu9"):
         get_device("tpu9")

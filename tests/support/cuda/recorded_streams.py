@@ -421,7 +421,6 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name in ("current", "currents", "default", "make_current", "using"):
             patch.setattr(streams, name, getattr(made, name))
-        patch.setattr(streams, "require", lambda device, index=None: None)
         patch.setattr(streams, "external", lambda device, handle: handle)
         patch.setattr(streams, "current_handle", made.current)
         patch.setattr(streams, "empty_like", made.empty_like)
