@@ -10,7 +10,6 @@ import platform
 import re
 import sys
 import warnings
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -32,15 +31,15 @@ def info() -> str:
         missing.append(str(error))
     else:
         rows.append(("extension", f"built by {built['compiler']}"))
-        rows.append(("CPU backend", "built"))
         rows.append(("CUDA backend", _cuda_backend(built)))
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
-    machine = f"{platform.system()} {platform.machine()}"
+    machine = f"{platform.system()} {platform.release()} {platform.machine()}"
     rows.append(("Python", f"{platform.python_version()}, {machine}"))
     rows.append(("torch", f"{torch.__version__}, {cuda}"))
     rows.append(("triton", _triton()))
-    rows.append(("CPU", f"{cores} cores, {threads} intra-op threads"))
+    used = f"{cores} of {os.cpu_count()} cores, {threads} intra-op threads"
+    rows.append(("CPU", f"{cpu_model()}, {used}"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rows += _gpus()
@@ -61,7 +60,8 @@ def info() -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     lines += [f"\n! {text}" for text in missing]
-    return "\n".join([*lines, "\nFor bug reports:", _in_one_line(built)])
+    in_one_line = " | ".join(f"{name} {value}" for name, value in rows)
+    return "\n".join([*lines, "\nFor bug reports:", in_one_line])
 
 
 def cpu_model() -> str:
@@ -76,26 +76,6 @@ def cpu_model() -> str:
     if "cpu family" not in fields:
         return str(name)
     return f"{name} (family {fields['cpu family']}, model {fields.get('model')})"
-
-
-def _in_one_line(built: dict[str, str | bool]) -> str:
-    """Versions, CPU, build and GPUs."""
-    gpus = Counter(torch.cuda.get_device_name(index) for index in _gpu_indices())
-    build = "extension missing"
-    if built:
-        cuda = f"CUDA {built['cuda_version']}" if built["cuda"] else "no CUDA"
-        build = f"built by {built['compiler']}, {cuda}"
-    parts = [
-        f"pipekernels {__version__}",
-        f"Python {platform.python_version()}",
-        f"torch {torch.__version__}",
-        f"triton {_triton()}",
-        f"{platform.system()} {platform.release()} {platform.machine()}",
-        f"{cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores",
-        build,
-        ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "no GPU",
-    ]
-    return " | ".join(parts)
 
 
 def _cuda_backend(built: dict[str, str | bool]) -> str:
@@ -114,15 +94,11 @@ def _triton() -> str:
         return "a nightly build"
 
 
-def _gpu_indices() -> range:
-    return range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-
-
 def _gpus() -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
         return [("GPU", "none")]
     rows = []
-    for index in _gpu_indices():
+    for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         architecture, memory = f"sm_{device.major}{device.minor}", device.total_memory / 2**30
         rows.append((f"GPU {index}", f"{device.name}, {architecture}, {memory:.0f} GiB"))

@@ -24,16 +24,12 @@ def test_info_names_versions_build_and_devices() -> None:
     assert "Python" in lines and "triton" in lines and "CPU" in lines
 
 
-def test_info_ends_with_one_line_for_bug_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_ends_with_one_line_for_bug_reports() -> None:
     title, line = cli.info().splitlines()[-2:]
     assert title == "For bug reports:"
     parts = line.split(" | ")
-    assert parts[0] == f"pipekernels {__version__}" and parts[2] == f"torch {torch.__version__}"
-    assert len(parts) == 8 and "built by " in parts[6]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index > 0:d}")
-    assert cli._in_one_line({}).endswith(" | extension missing | 1 x GPU 0, 2 x GPU 1")
+    assert parts[0] == f"pipekernels {__version__}" and "extension built by " in parts[1]
+    assert f"torch {torch.__version__}" in line and cli.cpu_model() in line and "GPU" in parts[-1]
 
 
 def test_the_processor_is_named_with_family_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
