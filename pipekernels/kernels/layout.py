@@ -19,9 +19,6 @@ def has_rows(tensor: Tensor) -> bool:
     return rows and tensor.stride(1) == 1 and tensor.data_ptr() % 16 == 0
 
 
-LAYOUTS = ["forward", "grad_input", "grad_weight"]  # See layout_of().
-
-
 def layout_of(a: Tensor, b: Tensor) -> str | None:
     """Which product of a linear layer ``A B^T`` has the layout of; ``None`` for other layouts.
 

@@ -16,9 +16,9 @@ import pytest
 from support.emitted import products, ptx, rules
 from support.emitted.sass import kernels
 from support.kernels import aot
+from support.kernels.operands import LAYOUTS
 from support.levels import in_gate
 
-from pipekernels.kernels.layout import LAYOUTS
 from pipekernels.local_ops.gemm_choice import OLDEST_TRITON
 
 LIMIT = 280  # Seconds; the first result comes after the start of processes that import torch.

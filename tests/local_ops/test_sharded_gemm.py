@@ -21,12 +21,13 @@ from support.kernels.gemm_cases import (
     pretend_gpu,
 )
 from support.kernels.interpreter import run_interpreted
+from support.kernels.operands import LAYOUTS
 from torch import Tensor
 from torch.nn import functional
 
 from pipekernels import _log
 from pipekernels.kernels.config import KINDS, TILES, Config, Tiles
-from pipekernels.kernels.layout import LAYOUTS, layout_of
+from pipekernels.kernels.layout import layout_of
 from pipekernels.local_ops import gemm_choice
 from pipekernels.local_ops.gemm_choice import choose, gpu_of, tf32_allowed
 from pipekernels.ops import sharded_gemm

@@ -21,10 +21,9 @@ from torch import Tensor
 from pipekernels.kernels import launch as launching
 from pipekernels.kernels.config import Blocks, Config
 from pipekernels.kernels.launch import Product, launch
-from pipekernels.kernels.layout import LAYOUTS
 from pipekernels.local_ops.gemm_choice import Chosen, Gpu
 from support.kernels.interpreter import skip_unless_it_works
-from support.kernels.operands import operands
+from support.kernels.operands import LAYOUTS, operands
 from support.levels import in_gate, pairwise
 from support.reference import gamma
 

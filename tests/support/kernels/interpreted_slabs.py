@@ -18,10 +18,9 @@ from triton.runtime import interpreter
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
 from pipekernels.kernels import launch
 from pipekernels.kernels.launch import Product, launch_slabs
-from pipekernels.kernels.layout import LAYOUTS
 from pipekernels.local_ops import slab_gemm
 from support.kernels.interpreter import skip_unless_it_works
-from support.kernels.operands import operands
+from support.kernels.operands import LAYOUTS, operands
 from support.levels import pairwise
 from support.ranks import run_threads
 from support.reference import gamma

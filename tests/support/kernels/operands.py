@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+LAYOUTS = ["forward", "grad_input", "grad_weight"]  # Those of kernels.layout.layout_of().
 DTYPES = {"tfloat32": torch.float32}  # Every other kind is named as its dtype.
 
 
