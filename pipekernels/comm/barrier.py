@@ -6,15 +6,8 @@ from pipekernels.comm.communicator import Communicator
 
 
 class CollectiveBarrier:
-    """Makes the communicators of ``world_size`` ranks that are threads, one for each.
-
-    Args:
-        world_size: the number of ranks.
-        timeout: seconds that a rank waits for the others, in any call.
-
-    Raises:
-        ValueError: ``world_size`` is not in ``1 .. 1024``, or ``timeout`` not in ``(0, 1e9]``.
-    """
+    """Makes the communicators of ``world_size`` ranks that are threads, one for each; arguments
+    and errors as for :meth:`pipekernels.Communicator.threads`."""
 
     def __init__(self, world_size: int, *, timeout: float = 30.0) -> None:
         self._communicators = Communicator.threads(world_size, timeout=timeout)

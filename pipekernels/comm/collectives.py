@@ -85,18 +85,13 @@ class Collectives:
                 and dtype on all ranks.
             op: ``'sum'``, ``'avg'`` (of floating-point types), ``'max'`` or ``'min'`` (NaN where a
                 rank has NaN). Sums of integers wrap around.
-            algorithm: ``'one_shot'``: every rank reads all tensors (for small tensors).
-                ``'two_shot'``: every rank reduces its slice and collects those of its peers (for
-                large ones). ``'ring'``: chunks travel from neighbour to neighbour. ``'auto'``: one
-                of the first two, by size; a few ranks also use ``two_shot`` for small tensors if
-                all are symmetric. The result does not depend on the algorithm. Ignored over
-                several hosts.
-            order: in which sums and averages of floating-point types are added. ``'rank'``:
-                ``((x0 + x1) + x2) + x3``. ``'tree'``: ``(x0 + x1) + (x2 + x3)``, a binary tree in
-                which any ``2**k`` ranks from a multiple of ``2**k`` on are a subtree. So ranks that
-                each add ``2**k`` terms as such a tree, and then their sums in tree order, get the
-                bits of a rank per term: results that do not depend on the number of ranks. Of up
-                to 3 ranks both are the same. On one host only.
+            algorithm: ``'one_shot'``: every rank reads all tensors. ``'two_shot'``: every rank
+                reduces its slice and collects those of its peers. ``'ring'``: chunks travel from
+                neighbour to neighbour. ``'auto'``: one of the first two, by size. The result does
+                not depend on it. Ignored over several hosts.
+            order: of the terms of floating-point sums: ``'rank'``, ``((x0 + x1) + x2) + x3``, or
+                ``'tree'``, ``(x0 + x1) + (x2 + x3)``, on one host only, for results that do not
+                depend on the number of ranks, see :doc:`/guides/numerics`.
 
         Returns:
             ``tensor``.
@@ -175,8 +170,7 @@ class Collectives:
         check_has_rows(input)
         dense = to_dense(input)
         rows = self._world_size * input.shape[0]
-        in_place = self._rank * dense.numel() * dense.itemsize
-        output = output_for(dense, (rows, *input.shape[1:]), out, in_place)
+        output = output_for(dense, (rows, *input.shape[1:]), out)
         with in_profile("all_gather of %d bytes", output.nbytes):
             self._backend_for(input.device).all_gather(dense, output)
         if out is not None:
@@ -230,15 +224,14 @@ class Collectives:
         """An uninitialised tensor in memory that the peers can access: a symmetric tensor.
 
         Not a collective, except at the first use of CUDA. The memory stays allocated while the
-        tensor or a view of it exists, also after :meth:`close`. On CUDA it belongs to the current
-        stream, as torch's own does: keep a tensor until other streams have finished using it. On
-        CPUs, processes forked later share the memory: clone tensors that they are to write to.
+        tensor or a view of it exists, also after :meth:`close`. On CPUs, processes forked later
+        share it: clone tensors that they are to write to. On CUDA it belongs to the current stream,
+        as torch's own memory does.
 
         Args:
             shape: sizes, one by one or as one sequence.
             dtype: any but those of quantized tensors.
-            device: the CPU if ``None``, or this rank's CUDA device. There, symmetric tensors take
-                at most ``PIPEKERNELS_SYMMETRIC_BYTES`` (environment variable; default 1 GiB).
+            device: the CPU if ``None``, or this rank's CUDA device, see :doc:`/guides/cuda`.
 
         Raises:
             TypeError: ``dtype`` is not a dtype, or one of quantized tensors.

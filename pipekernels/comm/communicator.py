@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipekernels import _backend
-from pipekernels._arguments import check_integer
+from pipekernels._arguments import integer
 from pipekernels.comm import messages
 from pipekernels.comm.backend import CpuBackend, DeviceBackend
 from pipekernels.comm.collectives import Collectives
@@ -42,15 +42,11 @@ class Communicator(Collectives):
 
     Made by :meth:`from_process_group` or :meth:`from_store` (ranks are processes), or
     :meth:`threads` (ranks are threads of this process). All ranks call the same collectives in the
-    same order; calls from several threads of one rank run one after another.
-
-    Reductions are deterministic: elements are combined in rank order, 16-bit floats in float32 and
-    rounded once, so all ranks get the same bits, in every run and by every algorithm.
-    :doc:`/guides/hosts` says what differs between hosts, :doc:`/guides/cuda` on GPUs, where a
-    collective runs in the current stream and returns at once.
-
-    Tensors may have any strides. Peers read a tensor made by :meth:`empty` in place, which saves
-    copies. No collective is differentiable; see :mod:`pipekernels.ops`.
+    same order; calls from several threads of one rank run one after another. Elements are combined
+    in rank order, 16-bit floats in float32 and rounded once, so all ranks get the same bits, in
+    every run and by every algorithm. See :doc:`/guides/communicators`; :doc:`/guides/hosts` for
+    what differs between hosts, :doc:`/guides/cuda` on GPUs, where a collective runs in the current
+    stream and returns at once. For gradients see :mod:`pipekernels.ops`.
 
     Every collective may raise, besides the errors that it lists itself:
 
@@ -98,21 +94,16 @@ class Communicator(Collectives):
         needed afterwards.
 
         Args:
-            group: the default group if ``None``. Between hosts, the communicator makes its own
-                connections by Gloo for CPU tensors, through the group's store; CUDA tensors are
-                reduced by the group itself, that is by NCCL.
+            group: the default group if ``None``. Between hosts, it reduces CUDA tensors.
             timeout: seconds that this rank waits for the others, while joining them after the first
-                exchange, and then in each call of the communicator. With several hosts, one second
-                more for ranks of its own host.
-            device_blocks: the most thread blocks of a collective on CUDA, each of which occupies a
-                multiprocessor; the same on all ranks. Fewer let collectives of several
-                communicators run at the same time.
+                exchange, and then in each call.
+            device_blocks: the most thread blocks of a collective on CUDA, up to 64, the same on all
+                ranks; see :doc:`/guides/cuda`.
 
         Raises:
             RuntimeError: ``torch.distributed`` is not initialised, or the ranks cannot share memory
                 or reach each other.
-            ValueError: this process is not in ``group``, ``timeout`` is not in ``(0, 1e9]``, or
-                ``device_blocks`` is not in ``1 .. 64``.
+            ValueError: this process is not in ``group``, or an argument is not in its range.
         """
         check_timeout(timeout)
         check_blocks(device_blocks)
@@ -135,16 +126,14 @@ class Communicator(Collectives):
         timeout: float = 30.0,
         device_blocks: int = DEFAULT_BLOCKS,
     ) -> Communicator:
-        """A communicator over processes that share a store; they need no process group.
-
-        CUDA tensors do not go from host to host without one.
+        """A communicator over processes that share a store and have no process group, without which
+        CUDA tensors do not go from host to host.
 
         Args:
             store: the ranks make their communicators over it in the same order. After a restart it
                 needs a new prefix, a ``PrefixStore``. Anyone with write access can prevent the
                 ranks from joining.
-            rank: of this process, in ``0 .. world_size - 1``.
-            world_size: the number of ranks, at most 65536.
+            rank, world_size: this rank, and the number of ranks, at most 65536.
             timeout: seconds, from this call on, until all ranks must have joined; then as for
                 :meth:`from_process_group`.
             device_blocks: as there.
@@ -153,7 +142,7 @@ class Communicator(Collectives):
             RuntimeError: the ranks cannot share memory or reach each other, or the store holds
                 invalid messages.
             TimeoutError: a rank did not join within ``timeout``.
-            ValueError: there is no such rank, or ``timeout`` or ``device_blocks`` is not valid.
+            ValueError: an argument is not in its range.
         """
         check_timeout(timeout)
         check_blocks(device_blocks)
@@ -183,7 +172,10 @@ class Communicator(Collectives):
 
         if spans_hosts:
             hosts = MultiHostBackend(local, host_map, joined.link, timeout)
-            make = lambda device, parent: GroupBackend(rendezvous.group, device)
+
+            def make(device: torch.device, parent: DeviceBackend | None) -> DeviceBackend:
+                return GroupBackend(rendezvous.group, device)
+
             return cls(hosts, make, host_map.rank, host_map.world_size, timeout, divide)
         make_own = functools.partial(CudaBackend, local, blocks=device_blocks)
         return cls(local, make_own, host_map.rank, host_map.world_size, timeout, divide)
@@ -192,23 +184,15 @@ class Communicator(Collectives):
     def threads(
         cls, world_size: int, *, timeout: float = 30.0, device_blocks: int = DEFAULT_BLOCKS
     ) -> list[Communicator]:
-        """Communicators over ranks that are threads of this process, one for each rank.
-
-        Args:
-            world_size: the number of ranks, at most 1024.
-            timeout: seconds that a rank waits for the others, in any call.
-            device_blocks: as for :meth:`from_process_group`.
+        """Communicators over ranks that are threads of this process, one for each of ``world_size``
+        ranks, at most 1024. The other arguments are those of :meth:`from_process_group`.
 
         Raises:
-            ValueError: ``world_size`` is not in ``1 .. 1024``, ``timeout`` not in ``(0, 1e9]``, or
-                ``device_blocks`` not in ``1 .. 64``.
-            TypeError: ``world_size`` is not an integer, or ``timeout`` not a number.
+            TypeError, ValueError: an argument is not a number, or not in its range.
         """
         check_timeout(timeout)
         check_blocks(device_blocks)
-        check_integer("world_size", world_size)
-        if world_size < 1:
-            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        world_size = integer("world_size", world_size)
         module = _load()
         fd = module.Segment.create(world_size)
         try:
@@ -262,17 +246,13 @@ class Communicator(Collectives):
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """A communicator over the ranks that give the same ``color``, as ``MPI_Comm_split`` does.
 
-        A collective over all ranks. This communicator and the new ones are closed, and fail,
-        independently; on CUDA a new one shares the symmetric memory of this one, if this one has
-        used CUDA before.
+        A collective over all ranks. This communicator and the new ones, which have its options, are
+        closed, and fail, independently.
 
         Args:
             color: chooses the new communicator; ``None`` for a rank that joins none.
             key: orders the ranks of the new communicator; this rank if ``None``. Ranks with equal
                 keys keep their order.
-
-        Returns:
-            The new communicator, with the same options, or ``None`` if ``color`` is ``None``.
 
         Raises:
             TypeError: ``color`` or ``key`` is neither an integer nor ``None``.

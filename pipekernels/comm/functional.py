@@ -1,9 +1,9 @@
 """Functional, differentiable collectives over the ranks of a communicator.
 
 Each one is a registered operation (schema, fake, autograd) that takes its communicator as an
-integer handle, so it traces under ``torch.compile(fullgraph=True)``. No result aliases an input. On
-CPUs, results of :func:`all_reduce` and :func:`broadcast` are in memory that processes forked later
-share, writes included: clone what a forked process is to change.
+integer handle, so it traces under ``torch.compile(fullgraph=True)``. No result aliases an input.
+Arguments and errors are those of :class:`pipekernels.Communicator`'s collectives. Results of
+:func:`all_reduce` and :func:`broadcast` are symmetric, see :meth:`pipekernels.Communicator.empty`.
 
 Autograd convention: the loss is the *sum* of the losses of all ranks, and every rank obtains the
 derivative of that sum by its own input. Hence the backward of a sum over ranks is again a sum over
@@ -11,13 +11,10 @@ ranks, and the backward of a gather is a reduce-scatter, as in ``torch.distribut
 ranks compute the same (replicated) loss, use :mod:`pipekernels.ops.tensor_parallel`.
 
 A backward is a collective too: all ranks must run it, in the same order, and an input must require
-a gradient on all ranks or on none. Forward-mode differentiation and ``torch.func`` raise a
-RuntimeError. Arguments that are not a tensor or a communicator raise a TypeError.
-
-On CUDA, ranks that are threads must run the backward under
-``torch.autograd.set_multithreading_enabled(False)``. Autograd's one thread per device serves all
-ranks, so it cannot wait for the other ranks before a launch, and kernels of the ranks could block
-each other.
+a gradient on all ranks or on none. On CUDA, ranks that are threads must run it under
+``torch.autograd.set_multithreading_enabled(False)``, see :doc:`/guides/cuda`. Forward-mode
+differentiation and ``torch.func`` raise a RuntimeError, as does the derivative of ``'max'`` and
+``'min'``.
 """
 
 from __future__ import annotations
@@ -38,44 +35,21 @@ from pipekernels.local_ops.transforms import deny_tangents
 def all_reduce(
     x: Tensor, comm: Communicator, op: str = "sum", algorithm: str = "auto", order: str = "rank"
 ) -> Tensor:
-    """``x`` reduced elementwise over all ranks; every rank receives the same bits.
-
-    Args:
-        x: any shape, the same shape and dtype on every rank.
-        comm: the communicator.
-        op: ``'sum'``, ``'avg'``, ``'max'`` or ``'min'``; only the first two are differentiable.
-        algorithm: ``'auto'``, ``'one_shot'``, ``'two_shot'`` or ``'ring'``.
-        order: ``'rank'`` or ``'tree'``, as for :meth:`pipekernels.Communicator.all_reduce`.
+    """``x`` reduced elementwise over all ranks, as by :meth:`pipekernels.Communicator.all_reduce`,
+    into a new tensor.
 
     Backward: the same reduction of the output gradients, in the same order.
-
-    Raises:
-        ValueError: unknown ``op``, ``algorithm`` or ``order``; shapes or dtypes that differ between
-            ranks.
-        RuntimeError: ``op`` is ``'max'`` or ``'min'`` and ``x`` requires a gradient.
     """
     _check("all_reduce", x, comm)
     return _call_all_reduce(x, comm, op, algorithm, order)
 
 
 def reduce_scatter(x: Tensor, comm: Communicator, op: str = "sum", order: str = "rank") -> Tensor:
-    """This rank's slice of the reduction of ``x`` over all ranks.
-
-    Args:
-        x: ``[world_size * k, ...]``, the same shape and dtype on every rank.
-        comm: the communicator.
-        op: as for :func:`all_reduce`.
-        order: as for :func:`all_reduce`.
-
-    Returns:
-        ``[k, ...]``: rows ``rank * k`` to ``(rank + 1) * k`` of the reduced tensor.
+    """This rank's slice ``[k, ...]`` of the reduction of ``x`` ``[world_size * k, ...]`` over all
+    ranks, as by :meth:`pipekernels.Communicator.reduce_scatter`.
 
     Backward: all-gather of the output gradients (divided by ``world_size`` for ``'avg'``). This is
     right for a replicated loss as well, since every rank holds different rows.
-
-    Raises:
-        ValueError: the first dimension of ``x`` is not a multiple of the world size, or as above.
-        RuntimeError: ``op`` is ``'max'`` or ``'min'`` and ``x`` requires a gradient.
     """
     _check("reduce_scatter", x, comm)
     check_rows(x, comm.world_size)
@@ -83,19 +57,10 @@ def reduce_scatter(x: Tensor, comm: Communicator, op: str = "sum", order: str = 
 
 
 def all_gather(x: Tensor, comm: Communicator) -> Tensor:
-    """The tensors of all ranks, concatenated along the first dimension in rank order.
-
-    Args:
-        x: ``[k, ...]``, the same shape and dtype on every rank.
-        comm: the communicator.
-
-    Returns:
-        ``[world_size * k, ...]``.
+    """The tensors ``[k, ...]`` of all ranks, concatenated along the first dimension in rank order,
+    as by :meth:`pipekernels.Communicator.all_gather`.
 
     Backward: reduce-scatter (sum) of the output gradients.
-
-    Raises:
-        ValueError: ``x`` has no dimension, or shapes or dtypes differ between ranks.
     """
     _check("all_gather", x, comm)
     check_has_rows(x)
@@ -103,18 +68,10 @@ def all_gather(x: Tensor, comm: Communicator) -> Tensor:
 
 
 def broadcast(x: Tensor, comm: Communicator, src: int = 0) -> Tensor:
-    """The tensor of rank ``src``, on every rank.
-
-    Args:
-        x: any shape, the same shape and dtype on every rank; its values matter on ``src`` only.
-        comm: the communicator.
-        src: the rank that sends.
+    """``x`` of rank ``src``, on every rank, as by :meth:`pipekernels.Communicator.broadcast`; the
+    values on other ranks do not matter.
 
     Backward: on ``src`` the sum of all output gradients, on the others zeros.
-
-    Raises:
-        TypeError: ``src`` is not an integer.
-        ValueError: there is no rank ``src``, or shapes or dtypes differ between ranks.
     """
     _check("broadcast", x, comm)
     check_root(src, comm.world_size)

@@ -100,29 +100,18 @@ def check_reducible(tensor: Tensor, op: str, algorithm: str = "auto", order: str
         )
 
 
-def output_for(
-    dense: Tensor, shape: tuple[int, ...], out: Tensor | None, in_place: int | None = None
-) -> Tensor:
-    """``out`` if it is a place for a result of ``shape``; a new tensor for ``None``.
-
-    ``dense``: the input. ``in_place``: at which byte of ``out`` the input may lie.
-    """
+def output_for(dense: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
+    """``out`` if it is fit for a result of ``shape``, like ``dense``; a new one for ``None``."""
     if out is None:
         return torch.empty(shape, dtype=dense.dtype, device=dense.device)
     check_kind("out", out, Tensor, "a tensor or None")
-    is_plain = out.is_contiguous() and not (out.is_neg() or out.is_conj())
     fits = out.shape == shape and out.dtype == dense.dtype and out.device == dense.device
-    if not (is_plain and fits):
+    if not fits or to_dense(out) is not out:
         raise ValueError(
             f"out must be a contiguous tensor of shape {shape} and {dense.dtype} on "
             f"{dense.device}, got one of shape {tuple(out.shape)}, strides {out.stride()} and "
             f"{out.dtype} on {out.device}"
         )
-    _backend.load().check_memory(out)
-    offset = dense.data_ptr() - out.data_ptr()  # In bytes.
-    overlaps = -dense.numel() * dense.itemsize < offset < out.numel() * out.itemsize
-    if overlaps and offset != in_place:
-        raise ValueError("out must not overlap the input; pass another tensor")
     return out
 
 
