@@ -43,33 +43,20 @@ class Blocks(NamedTuple):
 
 
 class Config(NamedTuple):
-    """A configuration of the kernel.
-
-    Attributes:
-        blocks: compile-time constants.
-        group_m: rows of tiles in a group.
-        split_k: how many programs compute one tile together.
-    """
+    """A configuration of the kernel."""
 
     blocks: Blocks
-    group_m: int = 8
-    split_k: int = 1
+    group_m: int = 8  # Rows of tiles in a group.
+    split_k: int = 1  # How many programs compute one tile together.
 
 
 class Tiles(NamedTuple):
-    """The blocks of a generation of GPUs and a kind, by the rows of C.
+    """The blocks of a generation of GPUs and a kind, by the rows of C."""
 
-    Attributes:
-        few: up to :data:`FEW_ROWS`; several programs may share a tile.
-        middle: up to :data:`MIDDLE_ROWS`.
-        many: for more.
-        unaligned: for operands that are not aligned and are read element by element.
-    """
-
-    few: Blocks
-    middle: Blocks
+    few: Blocks  # Up to FEW_ROWS; several programs may share a tile.
+    middle: Blocks  # Up to MIDDLE_ROWS.
     many: Blocks
-    unaligned: Blocks = Blocks(64, 64, 32, 4, 2)
+    unaligned: Blocks = Blocks(64, 64, 32, 4, 2)  # For operands that are read element by element.
 
 
 FEW_ROWS, MIDDLE_ROWS = 16, 1024

@@ -143,7 +143,8 @@ def are_slabs_loaded(product: Product, slabs: int) -> bool:
 
 def _key(product: Product, *constants: Any) -> tuple[Any, ...]:
     """The key of the compiled kernel; that of slabs depends on their number and size."""
-    return product.kind, constants, *signature(product[1:])
+    tensors = product[1:]
+    return product.kind, constants, *(None if t is None else signature(t) for t in tensors)
 
 
 def _access(operand: Tensor, block: tuple[int, int], tma: bool) -> tuple[str, Any, tuple[int, ...]]:

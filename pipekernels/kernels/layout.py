@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -35,16 +34,9 @@ def layout_of(a: Tensor, b: Tensor) -> str | None:
     return None
 
 
-def signature(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
-    """A key: with equal signatures, configuration and kind, calls use the same compiled kernel.
-
-    Triton specialises on sizes and strides that are 1 or multiples of 16; the key has these for the
-    sizes, and the strides themselves.
-    """
-    return tuple(None if tensor is None else _signature(tensor) for tensor in tensors)
-
-
-def _signature(tensor: Tensor) -> tuple[Any, ...]:
+def signature(tensor: Tensor) -> tuple[Any, ...]:
+    """What the compiled kernel depends on: Triton specialises on sizes and strides that are 1 or
+    multiples of 16."""
     rows, columns = tensor.shape[0], tensor.shape[-1]
     sizes = rows == 1, columns == 1, columns % 16 == 0
     return tensor.device, tensor.dtype, *sizes, tensor.stride(), tensor.data_ptr() % 16 == 0
