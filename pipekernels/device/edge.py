@@ -48,8 +48,7 @@ class Arrival:
     """Copies in flight to ``device``; ``done`` is the point after them, None if they are done."""
 
     def __init__(self, device: torch.device, done: Ticket | None) -> None:
-        self.users: list[int] = []
-        """Handles of the streams that have waited for the copies and may use them."""
+        self.users: list[int] = []  # Handles of the streams that have waited for the copies.
         self._device = device
         self._done = done
 

@@ -32,7 +32,6 @@ def new_edge(
     """A ``P2PEdge``; RuntimeError if torch or the extension cannot use a device."""
     for device in (source, target):
         if streams.has_streams(device):
-            _backend.require_cuda_devices()
             _backend.require_cuda(device)
     edge = _backend.load().P2PEdge(index(source), index(target), slot_bytes, *overlap_bytes)
     way = "by peer access" if edge.has_peer_access else "through the CPU's memory or the driver"

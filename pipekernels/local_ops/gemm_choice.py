@@ -35,10 +35,9 @@ class Gpu(NamedTuple):
 
 @functools.cache
 def _gpu(index: int) -> Gpu:
-    properties = torch.cuda.get_device_properties(index)
-    capability = (properties.major, properties.minor)
-    sms = properties.multi_processor_count
-    return Gpu(properties.name, capability, generation(capability), sms)
+    found = torch.cuda.get_device_properties(index)
+    capability = found.major, found.minor
+    return Gpu(found.name, capability, generation(capability), found.multi_processor_count)
 
 
 def gpu_of(device: torch.device) -> Gpu:
@@ -67,15 +66,10 @@ def tf32_allowed() -> bool:
 
 
 class Chosen(NamedTuple):
-    """How to run the Triton kernel.
-
-    Attributes:
-        config: its configuration.
-        forced: whether the caller insists on Triton.
-    """
+    """How to run the Triton kernel."""
 
     config: Config
-    forced: bool = False
+    forced: bool = False  # Whether the caller insists on Triton.
 
 
 MEASURED = "NVIDIA H200"

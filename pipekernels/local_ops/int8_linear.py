@@ -42,17 +42,14 @@ def floats_of(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def int8_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """``x @ (weight * scale).T + bias``.
+    """``x @ (weight * scale).T + bias``, into ``out`` if that is given.
 
     Args:
         x: ``[..., k]``, floats.
         weight: ``[n, k]``, int8.
         scale: ``[n]``, float32.
         bias: ``[n]``.
-        out: ``[..., n]``, of the dtype of ``x``, to be written.
-
-    Returns:
-        ``[..., n]``, of the dtype of ``x``.
+        out: ``[..., n]``, of the dtype of ``x``, as the result.
 
     Raises:
         RuntimeError: a gradient is asked for.
@@ -73,21 +70,8 @@ def int8_linear(
 def int8_expert_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, rows: Sequence[int]
 ) -> Tensor:
-    """Multiply each group of rows by its expert's matrix.
-
-    Args:
-        x: ``[sum(rows), k]``, floats, sorted by experts.
-        weight: ``[experts, n, k]``, int8.
-        scale: ``[experts, n]``, float32.
-        bias: ``[experts, n]``.
-        rows: number of rows of each expert.
-
-    Returns:
-        ``[sum(rows), n]``, of the dtype of ``x``.
-
-    Raises:
-        RuntimeError: a gradient is asked for.
-    """
+    """:func:`pipekernels.local_ops.expert_linear.expert_linear` with a ``weight`` of int8 and its
+    ``scale`` ``[experts, n]``, float32. RuntimeError if a gradient is asked for."""
     _check_no_gradients(x)
     out = x.new_empty(len(x), weight.shape[1])
     for expert, own in groups(rows):

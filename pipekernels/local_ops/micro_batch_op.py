@@ -82,21 +82,13 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.wanted
         given = [grad for i, grad in enumerate(grads) if wanted[i % len(wanted)]]
-        inverse = _results(not ctx.split, given, wanted, ctx.sizes, ctx.dim, ctx.dtype_back)
-        return None, None, None, None, *inverse
-
-
-def _results(
-    split: bool, given: list[Tensor], present: list[bool], sizes: Sequence[int], dim: int,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Results for the tensors of a micro-batch that are ``present``; None for others."""
-    if split:
-        results, present = SPLIT(given, sizes, dim, dtype), present * len(sizes)
-    else:
-        results = CONCAT(given, sum(present), dim, dtype)
-    ordered = iter(results)
-    return tuple(next(ordered) if p else None for p in present)
+        if ctx.split:
+            results, present = CONCAT(given, sum(wanted), ctx.dim, ctx.dtype_back), wanted
+        else:
+            results = SPLIT(given, ctx.sizes, ctx.dim, ctx.dtype_back)
+            present = wanted * len(ctx.sizes)
+        ordered = iter(results)
+        return None, None, None, None, *(next(ordered) if p else None for p in present)
 
 
 class _Operation:

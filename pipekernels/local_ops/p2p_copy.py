@@ -25,26 +25,20 @@ def p2p_copy(tensors: Sequence[Tensor], device: torch.device | str | int) -> lis
 def p2p_copy(
     tensors: Tensor | Sequence[Tensor], device: torch.device | str | int
 ) -> Tensor | list[Tensor]:
-    """Copy ``tensors`` to ``device``, differentiably.
+    """Copy ``tensors``, on any devices, of any dtypes and strides, to ``device``, differentiably.
 
     Synchronisation: a copy waits for the work issued so far on the source's current stream, but not
     for the target's. Work issued later on the target's current stream waits for the copy. Work
     issued later on the source's current stream may overwrite the tensor. The calling thread waits
     for copies to the CPU, and for copies out of pinned memory.
 
-    Args:
-        tensors: a tensor, or several, on any devices, of any dtypes and strides.
-        device: the target.
-
     Returns:
         The copies, structured like ``tensors``; those from a CUDA device to the CPU are in pinned
         memory. A tensor that is already on ``device`` is returned itself.
 
     Raises:
-        TypeError: an argument is not a tensor, or a tensor to copy is not strided or is on the meta
-            device.
-        RuntimeError: there is no such device, or a tensor to copy is differentiated in forward
-            mode.
+        TypeError: an argument is not a strided tensor with values.
+        RuntimeError: there is no such device, or a tensor is differentiated in forward mode.
     """
     single = isinstance(tensors, Tensor)
     group = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -54,12 +48,10 @@ def p2p_copy(
     target = streams.with_index(device)
     moving = [tensor for tensor in group if tensor.device != target]
     for tensor in moving:
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"a tensor has layout {tensor.layout}; use .to_dense() first")
-        if tensor.is_meta:
+        if tensor.layout is not torch.strided or tensor.is_meta:
             raise TypeError(
-                f"a tensor is on the meta device and so has no values to copy to {target}; make "
-                f"one there with torch.empty_like(tensor, device={str(target)!r})"
+                f"a tensor of layout {tensor.layout} on {tensor.device} cannot be copied to "
+                f"{target}; use tensor.to_dense(), or torch.empty_like(tensor, device={target})"
             )
     copies = iter(_op(moving, target, False) if moving else ())
     result = [next(copies) if tensor.device != target else tensor for tensor in group]

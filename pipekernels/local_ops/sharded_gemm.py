@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipekernels._arguments import check_kind
 from pipekernels._torch_private import needs_dispatcher, scaled_mm
 from pipekernels.kernels.config import kind_of
 from pipekernels.local_ops.gemm_choice import (
@@ -40,13 +41,12 @@ def sharded_gemm(
     out_dtype: torch.dtype | None = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """``x @ weight.T + bias + residual``, accumulated in float32 or wider.
+    """``x @ weight.T + bias + residual``, accumulated in float32 or wider (except that Hopper's and
+    Ada's tensor cores sum up to 128 products of float8 in fewer bits).
 
     Both gradients are products of the same kind. float32 is rounded to TF32 where
-    ``torch.backends.cuda.matmul`` allows it. Under autocast the product is computed in autocast's
-    dtype, as by ``torch.nn.functional.linear``. Triton's sums of float8 products are in float32,
-    too, except that Hopper's and Ada's tensor cores sum up to 128 of them in fewer bits (13 or
-    more).
+    ``torch.backends.cuda.matmul`` allows it, and autocast applies, as in
+    ``torch.nn.functional.linear``.
 
     Args:
         x: ``[..., k]``, any strides.
@@ -64,11 +64,9 @@ def sharded_gemm(
         ``[..., n]``, of the dtype of ``x``; for float8 operands of ``out_dtype``.
 
     Raises:
-        TypeError: an argument is not a tensor; dtypes differ; scales or ``out_dtype`` with other
-            operands than float8; an ``out_dtype`` other than bfloat16, float16 and float32; float8
-            where a gradient is needed; ``'triton'`` for a dtype that it does not support.
-        ValueError: shapes that do not fit; scales that are not float32; tensors on several devices;
-            an unknown ``algorithm``; ``'triton'`` for CPU tensors.
+        TypeError: an argument is not a tensor; dtypes differ or are not supported; scales or
+            ``out_dtype`` with other operands than float8; float8 where a gradient is needed.
+        ValueError: shapes, scales or devices that do not fit; an unknown ``algorithm``.
         RuntimeError: ``'triton'`` on a GPU that is too old for it; on a GPU also forward-mode
             differentiation.
         ImportError: ``'triton'`` without Triton, or with one before 3.6.
@@ -172,22 +170,17 @@ def _check(
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     added = [t for t in (bias, residual, scale_x, scale_weight) if t is not None]
     for value in (x, weight, *added):
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"sharded_gemm works on tensors, got {type(value).__name__}; pass "
-                "torch.as_tensor(...)"
-            )
-    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        check_kind("an operand of sharded_gemm", value, Tensor, "a tensor")
+    n, rows, out_shape = weight.shape[0], math.prod(x.shape[:-1]), (*x.shape[:-1], weight.shape[0])
+    if (
+        (weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1])
+        or (bias is not None and bias.shape != (n,))
+        or (residual is not None and residual.shape != out_shape)
+    ):
+        shapes = ", ".join(str(tuple(t.shape)) for t in (x, weight, *added[:2]))
         raise ValueError(
-            f"x [..., k] and weight [n, k] must agree in k, got {tuple(x.shape)} and "
-            f"{tuple(weight.shape)}; weight has the layout of nn.Linear"
-        )
-    n, rows = weight.shape[0], math.prod(x.shape[:-1])
-    if bias is not None and bias.shape != (n,):
-        raise ValueError(f"bias must be [n] = [{n}], got {tuple(bias.shape)}")
-    if residual is not None and residual.shape != (*x.shape[:-1], n):
-        raise ValueError(
-            f"residual must be like the result, {(*x.shape[:-1], n)}, got {tuple(residual.shape)}"
+            f"x [..., k], weight [n, k], bias [n] and residual [..., n] must agree, got {shapes}; "
+            "weight has the layout of nn.Linear"
         )
     if any(t.device != x.device for t in (weight, *added)):
         devices = ", ".join(str(t.device) for t in (x, weight, *added))

@@ -100,8 +100,8 @@ def test_a_tensor_already_on_the_device_is_returned_itself() -> None:
     ("bad", "target", "message"),
     [
         ([torch.ones(1), 3], "meta", "expected tensors, got int at position 1"),
-        (torch.ones(2, 2).to_sparse(), "meta", "has layout torch.sparse_coo"),
-        ([torch.ones(1), torch.ones(1, device="meta")], "cpu", "has no values to copy to cpu"),
+        (torch.ones(2, 2).to_sparse(), "meta", "layout torch.sparse_coo on cpu cannot"),
+        ([torch.ones(1), torch.ones(1, device="meta")], "cpu", "on meta cannot be copied to cpu"),
     ],
 )
 def test_bad_arguments(bad: Any, target: str, message: str) -> None:

@@ -111,12 +111,12 @@ def test_errors_state_value_limit_and_remedy() -> None:
     x, weight = torch.ones(3, 4), torch.ones(5, 4)
     x8, weight8 = x.to(FLOAT8), weight.to(FLOAT8)
     for error, message, args, options in [
-        (TypeError, "got list; pass torch.as_tensor", ([1.0], weight), {}),
+        (TypeError, "must be a tensor, got list", ([1.0], weight), {}),
         (TypeError, "got float", (x, weight), {"bias": 0.0}),
-        (ValueError, r"agree in k, got \(3, 4\) and \(4, 5\)", (x, weight.t()), {}),
+        (ValueError, r"must agree, got \(3, 4\), \(4, 5\)", (x, weight.t()), {}),
         (TypeError, "float32 but weight torch.float64", (x, weight.double()), {}),
-        (ValueError, r"\[5\], got \(4,\)", (x, weight, x[0]), {}),
-        (ValueError, r"\(3, 5\), got \(3, 4\)", (x, weight), {"residual": x}),
+        (ValueError, r"got \(3, 4\), \(5, 4\), \(4,\)", (x, weight, x[0]), {}),
+        (ValueError, r"\(5, 4\), \(3, 4\)", (x, weight), {"residual": x}),
         (ValueError, "auto, triton, cublas, got", (x, weight), {"algorithm": "mm"}),
         (ValueError, "needs CUDA.*'auto'", (x, weight), {"algorithm": "triton"}),
         (ValueError, "on one device, got cpu, meta", (x, weight.to("meta")), {}),
