@@ -80,7 +80,12 @@ def require_cuda(device: torch.device | None = None) -> None:
         )
     if device is None:
         return
-    require_cuda_devices()
+    if not torch.backends.cuda.is_built():
+        raise RuntimeError(
+            f"torch {torch.__version__} was built without CUDA; install a build for CUDA"
+        )
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no CUDA device, or no driver for it; see nvidia-smi")
     built = [int(digits) for digits in re.findall(r"\d+", str(build_info()["cuda_architectures"]))]
     major, minor = torch.cuda.get_device_capability(device)
     if built and 10 * major + minor < min(built):
@@ -89,13 +94,3 @@ def require_cuda(device: torch.device | None = None) -> None:
             f"begins at {min(built) // 10}.{min(built) % 10}; rebuild it with "
             f"CUDAARCHS={major}{minor}"
         )
-
-
-def require_cuda_devices() -> None:
-    """Raise RuntimeError unless torch can use a CUDA device."""
-    if not torch.backends.cuda.is_built():
-        raise RuntimeError(
-            f"torch {torch.__version__} was built without CUDA; install a build for CUDA"
-        )
-    if not torch.cuda.is_available():
-        raise RuntimeError("there is no CUDA device, or no driver for it; see nvidia-smi")

@@ -20,10 +20,10 @@ from pipekernels.comm.tensors import elements_of, shape_digest
 class Backend(Protocol):
     """The collectives of one rank.
 
-    Callers pass dense tensors only (contiguous, without overlap, neither conjugate nor negative
-    views), an ``op`` of ``REDUCTIONS`` in :mod:`pipekernels.comm.codes`, which names the order too,
-    a valid name ``algorithm``, and reducible dtypes. The implementation checks
-    that all ranks make the same call. The errors are those of :class:`pipekernels.Communicator`.
+    Callers pass tensors of :func:`pipekernels.comm.tensors.to_dense`, an ``op`` of ``REDUCTIONS``
+    in :mod:`pipekernels.comm.codes`, which names the order too, and reducible dtypes. The
+    implementation checks that all ranks make the same call, and raises the errors of
+    :class:`pipekernels.Communicator`.
     """
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
@@ -50,18 +50,15 @@ class CpuBackend(Backend, Protocol):
 
     @property
     def all_reduce_tensor(self) -> Callable[[Tensor, str, str, str], bool]:
-        """``all_reduce(tensor, op, algorithm, order)`` with the arguments of
-        :meth:`pipekernels.Communicator.all_reduce`, checks included, in one native call if
+        """:meth:`pipekernels.Communicator.all_reduce`, checks included, in one native call if
         possible; returns whether it was."""
 
     @property
     def flat_calls(self) -> _backend.Communicator | None:
         """Whose methods ``*_flat`` make collectives of contiguous tensors as if they had one
-        dimension, checks included, in one native call; None if this backend has none.
-
-        They return whether they did: not for tensors that need preparation or do not fit, nor for
-        dtypes and operations that a communicator does not reduce. The methods above serve these,
-        whose tensors must then have one dimension."""
+        dimension, in one native call; None over several hosts. They return False for tensors,
+        dtypes and operations that the methods above have to serve, whose tensors must then have
+        one dimension."""
 
     @property
     def core(self) -> _backend.Communicator | None:
@@ -71,9 +68,8 @@ class CpuBackend(Backend, Protocol):
         """Whether the reductions above take this dtype and operation."""
 
     def announce(self, call: str, tensor: Tensor, op: str = "", root: int = 0) -> None:
-        """Check that all ranks are about to make the same ``call`` of ``CALLS`` in
-        :mod:`pipekernels.comm.codes`, by other means than the methods above. A ``tensor`` of
-        all_to_all may have another size on each rank."""
+        """Check that all ranks are about to make the same ``call``, of ``CALLS``, by other means
+        than these methods. A ``tensor`` of all_to_all may have another size on each rank."""
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
@@ -103,11 +99,7 @@ class DeviceBackend(Backend, Protocol):
 
 
 class NativeBackend:
-    """The collectives of a communicator of the extension, which takes tensors by their addresses.
-
-    Args:
-        native: that communicator.
-    """
+    """The collectives of ``native``, a communicator of the extension, which takes addresses."""
 
     def __init__(self, native: Any) -> None:
         self._native = native

@@ -15,7 +15,6 @@ from pipekernels.comm.backend import Backend, CpuBackend, DeviceBackend
 from pipekernels.comm.codes import REDUCIBLE, reduction_in
 from pipekernels.comm.tensors import (
     check_has_rows,
-    check_not_quantized,
     check_reducible,
     check_root,
     check_rows,
@@ -230,11 +229,11 @@ class Collectives:
 
         Args:
             shape: sizes, one by one or as one sequence.
-            dtype: any but those of quantized tensors.
+            dtype: any.
             device: the CPU if ``None``, or this rank's CUDA device, see :doc:`/guides/cuda`.
 
         Raises:
-            TypeError: ``dtype`` is not a dtype, or one of quantized tensors.
+            TypeError: ``dtype`` is not a dtype.
             ValueError: a negative size.
             RuntimeError: the symmetric memory is exhausted, or the communicator has been closed. On
                 CUDA also while a graph is being captured.
@@ -245,7 +244,6 @@ class Collectives:
             raise ValueError(f"sizes must not be negative, got {tuple(sizes)}")
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        check_not_quantized(dtype)
         if device is None:
             return self._cpu_backend.empty(sizes, dtype)
         return self._backend_for(torch.device(device)).empty(sizes, dtype)
@@ -257,12 +255,9 @@ class Collectives:
         graph's pool).
 
         Raises:
-            TypeError: ``like`` is quantized.
             ValueError: ``like`` is on a device that this rank does not use.
         """
-        if not isinstance(like, Tensor) or like.is_quantized:
-            check_tensor(like)
-            check_not_quantized(like.dtype)
+        check_tensor(like)
         if like.is_cpu:  # First: a small product takes as long as a few calls.
             return self._cpu_backend.output(torch.Size(shape), like.dtype)
         if not like.is_cuda:

@@ -7,7 +7,6 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
@@ -282,12 +281,7 @@ class Communicator(Collectives):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None:  # Tell the peers that this rank failed.
             if self._cuda_backend is not None:
                 self._cuda_backend.close(abort=True)

@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipekernels import _backend
 from pipekernels.comm.communicator import Communicator
-from pipekernels.comm.tensors import check_has_rows, check_root, check_rows
+from pipekernels.comm.tensors import check_dense, check_has_rows, check_root, check_rows
 from pipekernels.local_ops.dispatch import can_skip_dispatcher
 from pipekernels.local_ops.transforms import deny_tangents
 
@@ -140,7 +139,7 @@ def _register(
 
 
 def _symmetric_copy(x: Tensor, comm: Communicator) -> Tensor:
-    _backend.load().check_memory(x)
+    check_dense(x)
     return comm.output(x.shape, x).copy_(x)
 
 

@@ -15,8 +15,6 @@ from pipekernels import _backend
 from pipekernels._arguments import check_integer, check_kind
 from pipekernels.comm.codes import ALGORITHMS, MOVABLE, OPERATIONS, ORDERS, REDUCIBLE
 
-_QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-
 
 def check_tensor(value: object) -> None:
     """Raise TypeError unless ``value`` is a tensor."""
@@ -27,32 +25,25 @@ def check_tensor(value: object) -> None:
         )
 
 
-def check_not_quantized(dtype: torch.dtype) -> None:
-    """Raise TypeError for a quantized ``dtype``: collectives would lose the tensor's scale."""
-    if dtype in _QUANTIZED:
-        raise TypeError(
-            f"a communicator has no place for the scale of {dtype}; pass tensor.int_repr() and "
-            "tensor.q_scale(), or tensor.dequantize()"
-        )
-
-
-def to_dense(tensor: Tensor) -> Tensor:
-    """``tensor`` itself if it is contiguous and neither conjugate nor negative, else such a copy.
-
-    Raises ValueError or TypeError for devices, layouts and dtypes that are not supported.
-    """
+def check_dense(tensor: Tensor) -> None:
+    """Raise ValueError for devices, layouts, dtypes and memory that are not supported."""
     if not (tensor.is_cpu or tensor.is_cuda):
         raise ValueError(
             f"a communicator works on CPU and CUDA tensors, got one on {tensor.device}; "
             "pass tensor.cpu()"
         )
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(
-            f"a communicator works on dense tensors, got one of layout {tensor.layout}; pass "
-            "tensor.to_dense(), or its parts one by one"
+            f"a communicator works on dense tensors, got one of layout {tensor.layout} and "
+            f"{tensor.dtype}; pass tensor.to_dense() or tensor.dequantize(), or its parts"
         )
-    check_not_quantized(tensor.dtype)
     _backend.load().check_memory(tensor)
+
+
+def to_dense(tensor: Tensor) -> Tensor:
+    """``tensor`` itself if it is contiguous and neither conjugate nor negative, else such a copy;
+    errors as of :func:`check_dense`."""
+    check_dense(tensor)
     if tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
         return tensor
     return tensor.detach().resolve_neg().resolve_conj().contiguous()

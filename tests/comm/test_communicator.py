@@ -304,8 +304,6 @@ def test_empty(device: torch.device) -> None:
     with torch.device("meta"):
         assert empty(2, 0).device == empty(5).device == device
     assert_raises(ValueError, r"negative, got \(2, -1\)", empty, 2, -1)
-    scale = "no place for the scale of torch.quint8"
-    assert_raises(TypeError, scale, empty, 3, dtype=torch.quint8)
     not_a_dtype = "dtype must be a torch.dtype, got 'float32'"
     assert_raises(TypeError, not_a_dtype, empty, 3, dtype="float32")
     assert_raises(RuntimeError, "no room for .* bytes of symmetric memory", empty, 1 << 40)

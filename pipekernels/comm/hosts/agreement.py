@@ -75,7 +75,12 @@ class Agreement:
                 f"{self._timeout:g} s (its timeout)"
             )
         try:
-            self._check_usable()
+            if self._failure is not None:
+                reason, by_peer, rank = self._failure
+                text = (
+                    f"this communicator cannot be used after a failure ({reason}); make a new one"
+                )
+                raise PeerError(text, rank) if by_peer else RuntimeError(text)
             with self._ends_communicator_on_error(call):
                 calls = self._exchange(call, 0 if tensor is None else shape_digest(tensor))
             if calls:
@@ -87,14 +92,6 @@ class Agreement:
                 yield
         finally:
             self._turn.release()
-
-    def _check_usable(self) -> None:
-        """Raise PeerError or RuntimeError if an error has ended the communicator."""
-        if self._failure is None:
-            return
-        message, by_peer, rank = self._failure
-        message = f"this communicator cannot be used after a failure ({message}); make a new one"
-        raise PeerError(message, rank) if by_peer else RuntimeError(message)
 
     @contextlib.contextmanager
     def _ends_communicator_on_error(self, call: str) -> Iterator[None]:

@@ -46,20 +46,12 @@ class _Process:
 
 
 class JoinedRank(NamedTuple):
-    """The resources of one rank of a new communicator. The receiver owns ``pidfds`` and
-    ``link``.
-
-    Attributes:
-        host_map: which ranks are on which host.
-        segment: the memory that the ranks of this host share.
-        pidfds: a pidfd for every rank of this host, -1 for this one.
-        link: to one rank of every other host, if any, see :mod:`pipekernels.comm.hosts.cpu`.
-    """
+    """The resources of one rank of a new communicator, which owns ``pidfds`` and ``link``."""
 
     host_map: HostMap
-    segment: Any
-    pidfds: list[int]
-    link: Link | None
+    segment: Any  # The memory that the ranks of this host share.
+    pidfds: list[int]  # For every rank of this host, -1 for this one.
+    link: Link | None  # To one rank of every other host, see :mod:`pipekernels.comm.hosts.cpu`.
 
 
 def join_processes(
@@ -93,13 +85,12 @@ def join_processes(
         ranks = of_color([(other.color, other.key) for other in introduced], color)
         processes = [introduced[rank] for rank in ranks]
         rank = ranks.index(rendezvous.rank)
-        _check_distinct(processes)
         host_map = HostMap(_group_by_host(processes), rank)
 
         undo = stack.enter_context(contextlib.ExitStack())
         segment, pidfds, link, problem = None, [], None, ""
         try:
-            soon = deadline.early()  # Leaves time to tell the peers of a timeout.
+            soon = Deadline(0.75 * deadline.left())  # Leaves time to tell the peers of a timeout.
             module = _backend.load()
             fd = _share(listener, processes, host_map, soon)
             try:
@@ -139,19 +130,14 @@ def raise_join_failure(problems: Iterable[str]) -> None:
 
 def _group_by_host(processes: list[_Process]) -> list[list[int]]:
     """The ranks on each host; hosts in the order of their first ranks."""
-    hosts: dict[tuple[str, ...], list[int]] = {}
+    hosts: dict[tuple[str, ...], dict[int, int]] = {}  # Of each host the ranks by pid.
     for rank, process in enumerate(processes):
-        hosts.setdefault(process.host, []).append(rank)
-    return list(hosts.values())
-
-
-def _check_distinct(processes: list[_Process]) -> None:
-    for rank, process in enumerate(processes):
-        if (process.host, process.pid) in [(p.host, p.pid) for p in processes[:rank]]:
+        if hosts.setdefault(process.host, {}).setdefault(process.pid, rank) != rank:
             raise RuntimeError(
                 f"rank {rank} shares process {process.pid} with another rank; "
                 "use Communicator.threads() for ranks that are threads"
             )
+    return [list(ranks.values()) for ranks in hosts.values()]
 
 
 def _connect_hosts(

@@ -23,10 +23,6 @@ class Deadline:
         """:meth:`left` as a timeout of a socket: at most 24 days, and 0 would mean non-blocking."""
         return max(min(self.left(), 1e6), 0.001)
 
-    def early(self) -> Deadline:
-        """An earlier deadline, which leaves time to report a failure to the peers."""
-        return Deadline(0.75 * self.left())
-
 
 def check_timeout(timeout: float) -> None:
     """Raise TypeError or ValueError unless ``timeout`` is a time for a rank to wait."""

@@ -30,23 +30,14 @@ class AllGather(Protocol):
 
 
 class Rendezvous(NamedTuple):
-    """A set of ranks, of which this process is one.
-
-    Attributes:
-        rank: of this process.
-        world_size: the number of ranks.
-        all_gather: exchanges messages between the ranks.
-        store: reachable by all ranks; used to connect hosts.
-        group: a :mod:`torch.distributed` group of the same ranks, if there is one.
-        deadline: by which the ranks must have joined; ``None`` to start the timeout after the first
-            exchange.
-    """
+    """A set of ranks, of which this process is ``rank``."""
 
     rank: int
     world_size: int
     all_gather: AllGather
-    store: dist.Store | None
-    group: dist.ProcessGroup | None
+    store: dist.Store | None  # Reachable by all ranks; used to connect hosts.
+    group: dist.ProcessGroup | None  # Of the same ranks, if there is one.
+    # By which the ranks must have joined; None to start the timeout after the first exchange.
     deadline: Deadline | None = None
 
 
