@@ -169,7 +169,7 @@ class Collectives:
         check_has_rows(input)
         dense = to_dense(input)
         rows = self._world_size * input.shape[0]
-        output = output_for(dense, (rows, *input.shape[1:]), out)
+        output = output_for(dense, (rows, *input.shape[1:]), out, self._rank * dense.nbytes)
         with in_profile("all_gather of %d bytes", output.nbytes):
             self._backend_for(input.device).all_gather(dense, output)
         if out is not None:

@@ -91,8 +91,11 @@ def check_reducible(tensor: Tensor, op: str, algorithm: str = "auto", order: str
         )
 
 
-def output_for(dense: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
-    """``out`` if it is fit for a result of ``shape``, like ``dense``; a new one for ``None``."""
+def output_for(
+    dense: Tensor, shape: tuple[int, ...], out: Tensor | None, own: int | None = None
+) -> Tensor:
+    """``out`` if it is fit for a result of ``shape``, like ``dense``; a new one for ``None``. At
+    byte ``own`` of it the input ``dense`` may lie."""
     if out is None:
         return torch.empty(shape, dtype=dense.dtype, device=dense.device)
     check_kind("out", out, Tensor, "a tensor or None")
@@ -103,6 +106,9 @@ def output_for(dense: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Ten
             f"{dense.device}, got one of shape {tuple(out.shape)}, strides {out.stride()} and "
             f"{out.dtype} on {out.device}"
         )
+    offset = dense.data_ptr() - out.data_ptr()
+    if -dense.nbytes < offset < out.nbytes and offset != own:
+        raise ValueError("out must not overlap the input; pass another tensor")
     return out
 
 

@@ -44,8 +44,7 @@ def sharded_gemm(
     """``x @ weight.T + bias + residual``, accumulated in float32 or wider (except that Hopper's and
     Ada's tensor cores sum up to 128 products of float8 in fewer bits).
 
-    Both gradients are products of the same kind. float32 is rounded to TF32 where
-    ``torch.backends.cuda.matmul`` allows it, and autocast applies, as in
+    Both gradients are products of the same kind. TF32 and autocast apply as in
     ``torch.nn.functional.linear``.
 
     Args:

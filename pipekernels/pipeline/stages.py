@@ -62,25 +62,17 @@ class PipelineStage(nn.Module):
 
 
 class PipelineParallel(Pipe):
-    """Runs stages as a pipeline over micro-batches: a :class:`Pipe` made of stage objects.
+    """Runs stages over micro-batches: a :class:`Pipe` made of stage objects, its partitions::
 
-    ::
-
-        stage0 = PipelineStage(0).add_layer(nn.Linear(784, 256))
-        stage1 = PipelineStage(1).add_layer(nn.Linear(256, 10))
         pipeline = PipelineParallel([stage0, stage1], num_micro_batches=4)
-        output = pipeline(input)
 
-    An input of ``b`` entries is cut into ``min(num_micro_batches, b)`` micro-batches. Each stage
-    runs on the device of its layers; a stage without parameters and buffers runs on the device of
-    the previous stage or, if no earlier stage has any, on that of the first stage that has some.
-    The rest is as in ``Pipe``, whose partitions are the stages.
+    Each stage runs on the device of its layers; a stage without parameters and buffers runs on that
+    of the previous stage or, if no earlier stage has any, of the first stage that has some.
 
     Args:
         stages: in any order; their indices are 0 to n - 1.
         num_micro_batches: the most micro-batches per input.
-        checkpoint: which micro-batches are recomputed in the backward; see ``Pipe``.
-        execution: how mini-batches run; see ``Pipe``.
+        checkpoint, execution: see ``Pipe``.
 
     Raises:
         TypeError: a stage is not a :class:`PipelineStage`, or has more than its layers, such as

@@ -152,6 +152,13 @@ def test_out(comm: Communicator, device: torch.device) -> None:
     for bad in (empty(3, 3), empty(3, 4).t(), whole.double(), whole.to("meta")):
         with pytest.raises(ValueError, match=r"out must be .* shape \(4, 3\) and torch.float32"):
             comm.all_gather(x, out=bad)
+    rows = torch.zeros(5, 3, device=device)
+    for call in (
+        lambda: comm.all_gather(rows[:2], out=rows[1:]),
+        lambda: comm.reduce_scatter(rows[:2], out=rows[1:2]),
+    ):
+        with pytest.raises(ValueError, match="out must not overlap the input"):
+            call()
     weight = torch.ones(4, 3, device=device, requires_grad=True)
     y = (weight * whole).sum()
     comm.all_gather(x, out=whole)

@@ -56,15 +56,6 @@ def test_state_dict_has_the_modules_keys_after_a_prefix() -> None:
     assert list(again.state_dict()) == keys and list(again) == list(pipe)
 
 
-def test_a_state_dict_of_another_balance_is_loaded_by_the_bare_module() -> None:
-    module, x = mlp(), torch.randn(3, 6, dtype=torch.float64)
-    pipe, other = on_cpus(module, [2, 3]), on_cpus(mlp(), [3, 2])
-    with pytest.raises(RuntimeError, match="Error.s. in loading state_dict"):
-        other.load_state_dict(pipe.state_dict())
-    other.to_sequential().load_state_dict(pipe.to_sequential().state_dict())
-    assert torch.equal(other(x), pipe(x))
-
-
 def test_a_pipe_without_layers_returns_its_input() -> None:
     for pipe in (Pipe(nn.Sequential()), Pipe(nn.Sequential(), [], devices=["cpu"], chunks=4)):
         assert (len(pipe), pipe.balance, pipe.devices) == (0, [], [])

@@ -12,21 +12,21 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 1_120,
+    "pipekernels": 1_090,
     "pipekernels/balance": 450,
     "pipekernels/binding": 320,
-    "pipekernels/comm": 1_720,
-    "pipekernels/comm/hosts": 580,
-    "pipekernels/comm/join": 570,
+    "pipekernels/comm": 1_570,
+    "pipekernels/comm/hosts": 570,
+    "pipekernels/comm/join": 450,
     "pipekernels/comm/process_group": 750,
-    "pipekernels/device": 540,
+    "pipekernels/device": 500,
     "pipekernels/huggingface": 2_190,
-    "pipekernels/kernels": 680,
-    "pipekernels/local_ops": 1_580,
+    "pipekernels/kernels": 660,
+    "pipekernels/local_ops": 1_420,
     "pipekernels/ops": 50,
-    "pipekernels/pipeline": 610,
+    "pipekernels/pipeline": 600,
     "pipekernels/pipeline/engine": 1_850,
-    "pipekernels/pipeline/placement": 520,
+    "pipekernels/pipeline/placement": 510,
     "pipekernels/pipeline/schedule": 530,
     "pipekernels/pipeline/spmd": 610,
     "pipekernels/pipeline/stage": 1_900,
@@ -35,11 +35,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/arithmetic": 660,
     "pipekernels/tensor_parallel/int8": 350,
     "pipekernels/tensor_parallel/plan": 1_410,
-    "tests": 25_610,
+    "tests": 25_500,
     "bench": 5_250,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 21_870, "core": 17_760}
+TOTALS = {"pipekernels": 21_300, "core": 17_230}
 
 
 def lines(files: Iterable[Path]) -> int:

@@ -44,12 +44,9 @@ def move_to_device(data: Any, device: DeviceLike) -> Any:
     """``data`` with every tensor in it on ``device``, differentiably.
 
     Tuples, lists, dicts of any class, dataclasses and containers that torch's pytree knows are
-    rebuilt with the copies, or returned themselves if nothing has to move. Other objects with a
-    ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are moved by it. All other
-    objects, and modules, are returned unchanged.
-
-    Copies to and from CUDA devices are those of :func:`pipekernels.ops.p2p_copy`: they overlap with
-    computation on both devices; the caller waits for copies to the CPU and from pinned memory.
+    rebuilt with the copies. Other objects with a ``to`` method (``PackedSequence``, Hugging Face's
+    ``BatchEncoding``) are moved by it. All other objects, and modules, are returned unchanged.
+    Copies to and from CUDA devices are those of :func:`pipekernels.ops.p2p_copy`.
 
     Raises:
         TypeError: ``device`` is not one; see :func:`get_device`.
@@ -101,15 +98,8 @@ def parallelize_pipeline(
     """Place the modules of ``model`` on devices, in place, and move their arguments there.
 
     Each named module computes on its device, with its submodules except those named themselves.
-    Each call moves the arguments to that device, and the results to the output device::
-
-        parallelize_pipeline(
-            model,
-            {"": ("cuda:0", "cuda:1"), "encoder": "cuda:0", "decoder": "cuda:1"},
-            chunks=4,
-        )
-
-    Give the root (``""``) a device, as modules that no name covers are not moved. An entry for an
+    Each call moves the arguments to that device, and the results to the output device. Give the
+    root (``""``) a device, as modules that no name covers are not moved. An entry for an
     ``nn.ModuleList`` or ``nn.ModuleDict``, which is never called, applies to each of its modules.
 
     With ``chunks`` the model's forward is called once per micro-batch, from one thread, and devices

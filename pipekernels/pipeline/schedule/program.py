@@ -135,13 +135,9 @@ def _split_backwards(
 
 @lru_cache(maxsize=256)
 def gpipe(stages: int, micro_batches: int, *, split: bool = False) -> Program:
-    """The schedule of GPipe (Huang et al., 2019): every forward, then every backward, last
-    micro-batch first.
-
-    The backward begins with the last micro-batch because ``checkpoint='except_last'`` keeps its
-    activations: earlier stages can begin while the others are recomputed. ``split`` gives it
-    backwards in two parts, as :func:`zb_h1` has.
-    """
+    """GPipe (Huang et al., 2019): every forward, then every backward, the last micro-batch first:
+    ``checkpoint='except_last'`` keeps its activations, so earlier stages can begin while the others
+    are recomputed. ``split`` gives it backwards in two parts, as :func:`zb_h1` has."""
     lanes = []
     for stage in range(stages):
         forwards = [Action("F", stage, m) for m in range(micro_batches)]

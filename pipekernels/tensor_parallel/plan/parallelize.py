@@ -58,9 +58,7 @@ def tensor_parallelize(
             (:mod:`pipekernels.tensor_parallel.arithmetic`). ``"auto"`` leaves an embedding and a
             head whole whose vocabulary is not a multiple of 64.
         check: an input, or keyword arguments of the forward, the same on all ranks. The whole
-            model's outputs for it are compared with the sharded model's, module by module: a plan
-            is wrong if it cuts features of which a function in between needs all, as a softmax or a
-            mean over them does.
+            model's outputs for it are compared with the sharded model's, module by module.
 
     Returns:
         ``model``. Its ``state_dict()`` holds this rank's shards, with the same keys on all ranks;
@@ -68,14 +66,11 @@ def tensor_parallelize(
 
     Raises:
         TypeError: a pattern matches a module that is not of a kind's class, or one with a
-            parametrization, an adapter or hooks (register them afterwards); or ``comm`` is not a
-            communicator.
+            parametrization, an adapter or hooks (register them afterwards).
         ValueError: a pattern matches nothing or the model itself; patterns that match one layer
-            disagree; a kind is unknown; a layer has fewer features than there are ranks, or shares
-            a parameter with a module that is not sharded the same way; layers, or the first
-            elements of their weights, differ between ranks; with ``"auto"``, the model carries no
-            plan or one of unknown kinds, or its attention heads cannot be divided evenly; or
-            outputs for ``check`` differ. The model is then unchanged.
+            disagree; a kind is unknown; a layer cannot be shared out, or shares a parameter with a
+            module that is not sharded the same way; ranks differ in layers or weights; ``"auto"``
+            finds no plan; or outputs for ``check`` differ. The model is then unchanged.
     """
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("plan", plan, (Mapping, str), "a mapping of patterns to kinds, or 'auto'")
