@@ -111,7 +111,7 @@ def test_bad_arguments(bad: Any, target: str, message: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_no_cuda_device() -> None:
-    with pytest.raises(RuntimeError, match="built without CUDA|there is no CUDA device"):
+    with pytest.raises(RuntimeError, match="built without|there is no CUDA device"):
         p2p_copy(torch.ones(2), "cuda")
 
 
