@@ -30,14 +30,12 @@ _UNSCALED = {op: name for op, name in _REDUCTIONS.items() if op != dist.ReduceOp
 def listed(given: Sequence[Any]) -> tuple[list[Any], ...]:
     """Copies of the lists of a call; if one is a tensor, the others lack a level too."""
     is_alone = any(isinstance(each, Tensor) for each in given)
-    return tuple(
-        _copied([each] if isinstance(each, Tensor) or (is_alone and each) else each or [])
-        for each in given
+    wrapped = (
+        [each] if isinstance(each, Tensor) or (is_alone and each) else each or [] for each in given
     )
-
-
-def _copied(value: Any) -> Any:
-    return [_copied(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return tuple(
+        [[*part] if isinstance(part, (list, tuple)) else part for part in each] for each in wrapped
+    )
 
 
 def renewed(kind: Any, opts: Any) -> Any:
