@@ -266,7 +266,7 @@ class Check:
         path = f"{os.environ.get('PATH', '')}:{toolkit}/bin"
         program = None if self._dry else shutil.which("compute-sanitizer", path=path)
         if program is None:
-            return Outcome(name, "skipped", note="there is no compute-sanitizer")
+            return Outcome(name, "skipped", note="compute-sanitizer is not installed")
         command = [program, "--tool", tool, "--error-exitcode", "86", *OPTIONS[tool]]
         command += [*PYTHON, "-m", "bench.gpu.sanitized", *parts]
         outcome = run_step(name, command, environment, self._deadline("sanitizers"))

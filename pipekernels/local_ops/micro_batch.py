@@ -60,7 +60,7 @@ def split_micro_batches(
 
     Raises:
         TypeError: an argument is not a strided tensor.
-        IndexError: there is no dimension ``dim``.
+        IndexError: ``dim`` is out of range.
         ValueError: ``chunks`` is not a positive integer; no tensor; sizes along ``dim`` or devices
             that differ; a cast between other dtypes, or of memory not aligned to its elements.
         RuntimeError: CUDA tensors with an extension built without CUDA.

@@ -11,7 +11,7 @@ namespace pipekernels {
 
 // Copies `count` elements at `input` of each rank to outputs[rank] of rank `root`; on the others
 // `outputs` is empty. An output may be this rank's input; otherwise they must not overlap. Throws
-// std::invalid_argument if there is no rank `root` or not an output per rank, and the exceptions of
+// std::invalid_argument unless `root` is a rank with an output per rank, and the exceptions of
 // errors.h.
 void gather(Communicator& communicator, const void* input, const std::vector<void*>& outputs,
             size_t count, DType dtype, int root);
