@@ -19,7 +19,7 @@ from torch import nn
 
 from pipekernels._torch_private import tree_map_only
 from pipekernels.pipeline.stage.partition import has_collectives, layers
-from pipekernels.pipeline.stage.random_state import preserved
+from pipekernels.pipeline.stage.random_state import generators_of, preserved
 from pipekernels.pipeline.stage.skip import Key, carried
 from pipekernels.pipeline.values.micro_batch import rows_of
 from pipekernels.pipeline.values.structure import flatten, tensors_in
@@ -124,7 +124,7 @@ def measure_layers(
     """
     found = []
     skips: dict[Key, Any] = {}
-    with preserved([device]), torch.inference_mode(False), torch.enable_grad():
+    with preserved(generators_of([device])), torch.inference_mode(False), torch.enable_grad():
         value = tree_map_only(torch.Tensor, lambda t: t.to(device), detached(sample))
         for layer in layers(module):
             duplicate = copy.deepcopy(layer).to(device)

@@ -20,8 +20,8 @@ from pipekernels.balance.cuts import solve
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.pipeline.engine.engine import Engine
+from pipekernels.pipeline.engine.execution import EXECUTIONS
 from pipekernels.pipeline.engine.losses import Losses, LossFunction, Targets
-from pipekernels.pipeline.engine.runners import EXECUTIONS
 from pipekernels.pipeline.schedule.program import Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.spmd.torch_stage import torch_stage

@@ -7,29 +7,36 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipekernels._log import info_once
-from pipekernels._torch_private import in_backward, is_profiler_enabled
+from pipekernels._torch_private import (
+    in_backward,
+    is_profiler_enabled,
+    keeps_graph,
+    when_backward_ends,
+)
+from pipekernels.device.streams import has_streams
+from pipekernels.local_ops.transforms import check_differentiated_once
 from pipekernels.pipeline.engine.auto import Signature
-from pipekernels.pipeline.engine.inputs import Inputs, wants_grad
+from pipekernels.pipeline.engine.execution import Executions
 from pipekernels.pipeline.engine.losses import Losses
-from pipekernels.pipeline.engine.node import GivenGradients, PipeNode
-from pipekernels.pipeline.engine.outputs import Outputs
-from pipekernels.pipeline.engine.runners import Runners
+from pipekernels.pipeline.engine.mini_batch import Inputs, wants_grad
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.engine.step import Step
 from pipekernels.pipeline.schedule.program import GPIPE, Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.batchnorm import committed
 from pipekernels.pipeline.stage.checkpoint import checkpointed
-from pipekernels.pipeline.stage.parameters import StageParameters, unique
+from pipekernels.pipeline.stage.parameters import Parameters
 from pipekernels.pipeline.values.micro_batch import Batch
 
 _log = logging.getLogger(__name__)
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 # Engines whose layers are running: on this thread, or on the caller's if this thread is a lane
 # (lanes run in a copy of their caller's context).
@@ -45,13 +52,13 @@ class Engine:
 
     With stages on CUDA devices, a backward runs on autograd's thread for the output's device. While
     that thread waits for another device, it may start the backward of another mini-batch of this
-    pipe before the first one has ended. Mini-batches on CUDA therefore share nothing that a
-    backward changes: each has its own aliases, and restores those that it replaced.
+    pipe before the first one has ended. So mini-batches share nothing that a backward changes: each
+    has its own aliases, and restores those that it replaced.
 
     Args:
         partitions: the stages.
         devices: one per stage.
-        execution: one of ``runners.EXECUTIONS``.
+        execution: one of ``execution.EXECUTIONS``.
     """
 
     def __init__(
@@ -61,36 +68,38 @@ class Engine:
         execution: str,
     ) -> None:
         self.stages = Stages(partitions, devices)
-        self._runners = Runners(self.stages, execution)
+        self._executions = Executions(self.stages, execution)
         self._timeline: Timeline | None = None
         # Held during each forward and each backward: both install the aliases and take the
         # gradients that those accumulate.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         # Entered while a training step waits for autograd's threads: such a thread may be starting
         # a backward of this pipe, which needs the lock. Other training steps and forwards must not
         # get it, as they would mistake the aliases for parameters: `_turns` keeps them out.
-        self._unlocked = _Unlocked(self._lock)
+        self._unlocked = _Unlocked(self.lock)
         self._turns = threading.RLock()
-        self._parameters = [StageParameters(stage) for stage in partitions]
-        # Aliases of mini-batches that have ended, for reuse on CUDA.
-        self._spare: list[list[StageParameters]] = []
+        self._latest = Parameters(partitions)
+        # Of mini-batches that have ended, for reuse.
+        self._spare = [self._latest]
 
     def run(self, batch: Batch, checkpoint: str) -> Any:
         """Run a mini-batch through all stages; returns the last one's value. ``checkpoint`` is one
         of ``checkpoint.MODES``."""
         # A training step may be waiting for a thread that runs a backward, so a forward on such a
         # thread must not wait for the step.
-        turn = nullcontext() if in_backward() else self._turns
-        with self._as_running(), turn, self._lock:
+        turn = _NOTHING if in_backward() else self._turns
+        with self._as_running(), turn, self.lock:
             step = self._start(GPIPE, batch, checkpoint, trains=False)
-            outputs = Outputs(step.inputs.sizes, batch.dim)
             with self._committed():
-                if step.grad:
-                    inputs = (*batch.tensors, *unique(self._parameters))
-                    tensors = PipeNode.apply(step, outputs, self._lock, self._recycle, *inputs)
+                if step.is_alone(batch.tensors):
+                    self.recycle(step)
+                    return step.run_alone(batch.tensors)
+                if step.parameters is None:
+                    tensors = step.forward(batch.tensors)
                 else:
-                    tensors = step.forward(outputs, batch.tensors)
-        return outputs.build(tensors)
+                    given = (*batch.tensors, *step.parameters.unique)
+                    tensors = PipeNode.apply(self, step, *given)
+        return step.outputs.build(tensors)
 
     def train(
         self,
@@ -101,15 +110,16 @@ class Engine:
     ) -> Any:
         """Run a mini-batch forward and backward, and accumulate its gradients; returns
         ``Losses.total()``."""
-        with self._as_running(), self._turns, self._lock, torch.enable_grad():
+        with self._as_running(), self._turns, self.lock, torch.enable_grad():
             step = self._start(schedule, batch, checkpoint, trains=True)
             losses = make_losses(step)
-            waiting = self._unlocked if self.stages.with_streams else nullcontext()
-            parameters = unique(self._parameters)
+            waiting = self._unlocked if self.stages.with_streams else _NOTHING
             with self._committed():
                 inputs, own = step.train(losses, waiting)
                 losses.check()
-            self._recycle(step)
+            assert step.parameters is not None
+            parameters = step.parameters.unique
+            self.recycle(step)
             # Keep no other reference to a gradient: autograd would then copy it.
             grads = [*inputs, *losses.gradients.added_to(own, parameters)]
             targets = [*batch.tensors, *parameters]
@@ -120,6 +130,11 @@ class Engine:
         if root is not None:
             torch.autograd.backward(root)
         return losses.total()
+
+    def recycle(self, step: Step) -> None:
+        """Keep the aliases of a mini-batch that has ended, for reuse."""
+        if step.parameters is not None:
+            self._spare.append(step.parameters)
 
     @contextmanager
     def recorded_by(self, timeline: Timeline) -> Iterator[Timeline]:
@@ -154,36 +169,32 @@ class Engine:
 
     def _committed(self) -> AbstractContextManager[None]:
         deferred = self.stages.traits.has_deferred_batch_norm
-        return committed(self.stages.modules) if deferred else nullcontext()
+        return committed(self.stages.modules) if deferred else _NOTHING
 
-    def _recycle(self, step: Step) -> None:
-        """Keep the aliases of a mini-batch that has ended, for reuse."""
-        if self.stages.with_streams and step.parameters:
-            self._spare.append(step.parameters)
+    def _current_parameters(self) -> Parameters:
+        """Aliases that no other mini-batch has."""
+        known = self._spare.pop() if self._spare else None
+        if known is not None and known.is_current():
+            return known
+        if self._latest.changed_stage() is not None:
+            self.stages.traits = self.stages.inspect_layers()
+            self._executions.forget()
+        self._latest = Parameters(self.stages.modules)
+        return self._latest
 
     def _start(self, schedule: Schedule, batch: Batch, checkpoint: str, *, trains: bool) -> Step:
         """Make the next mini-batch."""
         stages = self.stages
-        known: Sequence[StageParameters | None] = self._parameters
-        if stages.with_streams:
-            known = self._spare.pop() if self._spare else [None] * len(stages.modules)
-        parameters = [
-            former if former is not None and former.is_current() else StageParameters(stage, former)
-            for stage, former in zip(stages.modules, known, strict=True)
-        ]
-        if parameters != self._parameters:
-            if not all(map(StageParameters.has_same_layers, parameters, self._parameters)):
-                stages.traits = stages.inspect_layers()
-            self._parameters = parameters
-        grad = torch.is_grad_enabled() and (
-            any(map(wants_grad, batch.tensors)) or bool(unique(parameters))
-        )
-        inputs = Inputs(batch, stages.devices[0], grad=grad)
-        count = len(inputs)
+        parameters = self._current_parameters()
+        enabled = torch.is_grad_enabled()
+        wanted = [enabled and wants_grad(tensor) for tensor in batch.tensors]
+        grad = enabled and (trains or any(wanted) or bool(parameters.unique))
+        inputs = Inputs(batch, stages.devices[0], wanted, detached=grad)
+        count = len(inputs.sizes)
         if count < batch.chunks:
             message = "an input of %d rows makes %d micro-batches, fewer than chunks=%d"
             info_once(_log, message, inputs.rows, count, batch.chunks)
-        recomputed = [grad and checkpointed(checkpoint, m, count) for m in range(count)]
+        recomputed = checkpointed(checkpoint if grad else "never", count)
         signature = Signature(
             schedule,
             micro_batches=count,
@@ -193,17 +204,68 @@ class Engine:
             recomputed=sum(recomputed),
             trains=trains,
         )
-        if stages.with_streams and not grad:
-            self._spare.append(parameters)
         fuses = self._timeline is None and not is_profiler_enabled()
+        plan, record = self._executions.choose(signature, fuses=fuses)
+        if not grad:
+            self._spare.append(parameters)
         return Step(
-            runner=self._runners.make(signature, fuses=fuses),
+            plan=plan,
             stages=stages,
             inputs=inputs,
             parameters=parameters if grad else None,
             recomputed=recomputed,
             timeline=self._timeline,
+            record=record,
         )
+
+
+class PipeNode(torch.autograd.Function):
+    """A whole pipe as one node: inputs and parameters in, outputs out."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, step: Step, *given: Any) -> tuple[torch.Tensor, ...]:
+        whole = step.forward(given)
+        ctx.engine, ctx.step = engine, step
+        ctx.set_materialize_grads(False)
+        wants = step.outputs.wants_grad
+        ctx.mark_non_differentiable(*[o for o, want in zip(whole, wants, strict=True) if not want])
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        check_differentiated_once("a pipe")
+        keep_graph = keeps_graph()
+        with ctx.engine.lock:
+            inputs, parameters = ctx.step.backward(grads, keep_graph)
+            # Autograd may run what a loss has besides the pipe's output after this node.
+            when_backward_ends(partial(_check, ctx.engine, ctx.step.parameters))
+            if not keep_graph:
+                ctx.engine.recycle(ctx.step)
+        return (None, None, *inputs, *parameters)
+
+
+def _check(engine: Engine, parameters: Parameters) -> None:
+    with engine.lock:
+        engine.stages.deny_foreign_backwards(parameters)
+
+
+class GivenGradients(torch.autograd.Function):
+    """A scalar whose backward gives ``tensors`` the gradients ``grads``, without its Nones. It
+    empties the list, because autograd copies gradients that others refer to."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[torch.Tensor | None], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.grads = grads
+        # On a device with streams, if any, so that autograd makes the accumulation wait for the
+        # current stream.
+        devices = [tensor.device for tensor in tensors]
+        return torch.zeros((), device=next(filter(has_streams, devices), devices[0]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given = tuple([grad for grad in ctx.grads if grad is not None])
+        ctx.grads.clear()
+        return None, *given
 
 
 class _Unlocked:

@@ -11,10 +11,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+
+from pipekernels.pipeline.schedule.program import Action, Program
+from pipekernels.pipeline.stage.context import CallerContext
 
 Job = Callable[[], None]
 
@@ -133,3 +137,43 @@ def run_together(
         except BaseException as error:  # noqa: BLE001
             interrupted(error)
     loan.over = True
+
+
+def run_program(program: Program, compute: Callable[[Action, Any], Any], threads: int) -> None:
+    """Run each lane of ``program`` on its own thread, the last one on the calling thread, with so
+    many intra-op ``threads``; ``compute`` is as for ``Plan.run``. When an action raises, the other
+    lanes stop at their next action, and the first exception is raised here, with its traceback."""
+    inboxes: dict[Action, SimpleQueue[Any]] = {
+        receiver: SimpleQueue() for receiver in program.receivers.values()
+    }
+    failures: list[BaseException] = []
+    context = CallerContext()
+
+    def fail(error: BaseException) -> None:
+        failures.append(error)
+        for inbox in inboxes.values():
+            inbox.put(None)  # Wakes the lane that waits.
+
+    def run_lane(actions: Sequence[Action]) -> None:
+        try:
+            with context.applied():
+                for action in actions:
+                    inbox = inboxes.get(action)
+                    value = None if inbox is None else inbox.get()
+                    if failures:
+                        return
+                    result = compute(action, value)
+                    receiver = program.receivers.get(action)
+                    if receiver is not None:
+                        inboxes[receiver].put(result)
+        except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
+            fail(error)
+
+    try:
+        jobs = [partial(run_lane, lane) for lane in program.lanes]
+        run_together(jobs, threads=threads, interrupted=fail)
+        if failures:
+            raise failures[0]
+    finally:
+        # Break the cycle with the exception's frames, which keeps the mini-batch's memory.
+        failures.clear()

@@ -12,10 +12,10 @@ from torch.autograd.graph import Node
 
 from pipekernels._torch_private import run_backward
 from pipekernels.local_ops.p2p_copy import p2p_copy
-from pipekernels.pipeline.engine.outputs import Outputs
+from pipekernels.pipeline.engine.mini_batch import Outputs
 from pipekernels.pipeline.engine.step import Step
 from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT, StageInput
-from pipekernels.pipeline.stage.parameters import StageParameters, add_gradients
+from pipekernels.pipeline.stage.parameters import Parameters, add_gradients
 from pipekernels.pipeline.stage.task import Activation, Grads
 from pipekernels.pipeline.values.micro_batch import Batch, Scatter, rows_of, shares
 from pipekernels.pipeline.values.structure import Structure, flatten, tensors_in
@@ -29,9 +29,9 @@ class LossGradients:
     installed. They are summed separately: stages accumulate into the aliases at the same time, and
     the order, and so the last bits of a common sum, would depend on timing."""
 
-    def __init__(self, stages: Sequence[StageParameters], modules: Sequence[nn.Module]) -> None:
+    def __init__(self, parameters: Parameters | None, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._keys = {id(alias): key for stage in stages for key, (_, alias) in stage.pairs.items()}
+        self._keys = {} if parameters is None else parameters.keys()
         self._grads: dict[int, torch.Tensor] = {}  # By id of the parameter.
 
     def capture(self, root: Node | None) -> None:
@@ -130,15 +130,15 @@ class Losses:
         inputs, stages = step.inputs, step.stages
         self._loss = loss
         self._targets = targets
-        self._weights = shares(inputs.sizes) if mean else [1.0] * len(inputs)
+        self._weights = shares(inputs.sizes) if mean else [1.0] * len(inputs.sizes)
         self._extras: Outputs | None = None
         self._new_extras = partial(Outputs, inputs.sizes, inputs.dim, self._weights, "loss_fn")
-        self._leaves: list[Sequence[torch.Tensor | None]] = [()] * len(inputs)
-        self._losses: list[torch.Tensor | None] = [None] * len(inputs)
-        self._values = [torch.empty(0)] * len(inputs)
+        self._leaves: list[Sequence[torch.Tensor | None]] = [()] * len(inputs.sizes)
+        self._losses: list[torch.Tensor | None] = [None] * len(inputs.sizes)
+        self._values = [torch.empty(0)] * len(inputs.sizes)
         self._required_grad = False
         # Seeded as if the loss were one more stage.
-        self._seeded = partial(step.runner.seeded, stage=len(stages.modules))
+        self._seeded = partial(step.seeds.seeded, stage=len(stages.modules))
         self.gradients = LossGradients(step.parameters, stages.modules)
 
     def collect(self, m: int, outputs: Activation) -> None:

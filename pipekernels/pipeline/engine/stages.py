@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -13,8 +12,9 @@ from torch import nn
 from pipekernels.device.streams import has_streams
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
 from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT
-from pipekernels.pipeline.stage.parameters import StageParameters, drop_accumulated
+from pipekernels.pipeline.stage.parameters import Parameters
 from pipekernels.pipeline.stage.partition import has_collectives
+from pipekernels.pipeline.stage.random_state import Observed, generators_of
 from pipekernels.pipeline.stage.skip import SkipRoutes
 from pipekernels.pipeline.stage.task import Task
 
@@ -25,51 +25,7 @@ class LayerTraits:
 
     training: tuple[bool, ...]  # Training flag of each layer.
     has_deferred_batch_norm: bool
-    recurrent: tuple[nn.RNNBase, ...]  # They draw their dropout masks in C++, inside one call.
     one_thread: str | None  # Why stages must run one after another; None if they need not.
-
-    def draw_hidden_dropout(self) -> bool:
-        """Whether layers draw random numbers that lanes cannot seed separately."""
-        return any(layer.dropout > 0 and layer.training for layer in self.recurrent)
-
-
-@dataclass
-class ObservedLayers:
-    """What mini-batches have observed about the layers, from any thread.
-
-    Attributes:
-        changing_buffers: ids of buffers that layers change in their forwards.
-        draws: whether layers draw random numbers that lanes can seed separately.
-        hidden_randomness: whether they draw some that lanes cannot seed separately.
-        sets: whether layers set the state of the process-wide generator, as layers do that seed or
-            recompute themselves. That changes the random numbers of other threads.
-    """
-
-    changing_buffers: set[int] = field(default_factory=set)
-    draws: bool = False
-    hidden_randomness: bool = False
-    sets: bool = False
-
-    def note_hidden_randomness(self) -> None:
-        self.hidden_randomness = True
-
-    def note_set(self, setter: Callable[..., Any], *args: Any) -> Any:
-        self.sets = True
-        return setter(*args)
-
-    def refuse_hidden_randomness(self) -> None:
-        """Note random numbers drawn by a backward on a lane, and raise a RuntimeError. From the
-        next mini-batch on the pipe runs on one thread."""
-        self.hidden_randomness = True
-        raise RuntimeError(
-            "a layer of the pipe has begun to draw random numbers in its backward, as layers do "
-            "that checkpoint themselves; run this mini-batch again, and the pipe will keep to one "
-            "thread"
-        )
-
-    def needs_one_thread(self) -> bool:
-        """Whether random numbers would depend on timing if stages ran on several threads."""
-        return self.hidden_randomness or (self.draws and self.sets)
 
 
 class Stages:
@@ -78,7 +34,9 @@ class Stages:
     Attributes:
         modules, devices: the layers and the device of each stage.
         traits: of the layers.
-        observed: what mini-batches add to, and read.
+        observed, changing_buffers: what mini-batches have found out: about what layers do, and the
+            ids of buffers that they change in their forwards.
+        generators: the default generators of the devices.
         skips: the routes of skips between stages.
         tasks: one per stage.
         fused: all stages as one task, or None if they must not be fused.
@@ -99,7 +57,9 @@ class Stages:
         self.done_when_issued = frozenset(
             index for index, device in enumerate(devices) if not has_streams(device)
         )
-        self.observed = ObservedLayers()
+        self.observed = Observed()
+        self.changing_buffers: set[int] = set()
+        self.generators = generators_of(devices)
         self.traits = self.inspect_layers()
 
     def inspect_layers(self) -> LayerTraits:
@@ -116,18 +76,17 @@ class Stages:
         return LayerTraits(
             training=tuple(layer.training for layer in layers),
             has_deferred_batch_norm=any(map(has_deferred_batch_norm, self.modules)),
-            recurrent=tuple(layer for layer in layers if isinstance(layer, nn.RNNBase)),
             one_thread=self._why_one_thread(layers),
         )
 
-    def deny_foreign_backwards(self, parameters: Sequence[StageParameters]) -> None:
+    def deny_foreign_backwards(self, parameters: Parameters) -> None:
         """Raise a RuntimeError if another backward than one of a stage has reached ``parameters``,
         unless it has raised that error itself; drop what it has accumulated."""
-        tasks = [*self.tasks, *filter(None, [self.fused])]
-        said = any(task.saw_foreign_backward for task in tasks)
-        for task in tasks if said else ():
-            task.saw_foreign_backward = False
-        if drop_accumulated(parameters) and not said:
+        said = False
+        for task in (*self.tasks, self.fused):
+            if task is not None and task.saw_foreign_backward:
+                task.saw_foreign_backward, said = False, True
+        if parameters.drop_accumulated() and not said:
             raise RuntimeError(PAST_THE_OUTPUT)
 
     def _why_one_thread(self, layers: Sequence[nn.Module]) -> str | None:

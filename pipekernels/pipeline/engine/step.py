@@ -14,72 +14,78 @@ import torch
 from pipekernels._torch_private import is_profiler_enabled
 from pipekernels.device.autocast import cast_cache
 from pipekernels.device.profiling import in_profile
-from pipekernels.pipeline.engine.inputs import Inputs
-from pipekernels.pipeline.engine.outputs import Outputs, Sink
-from pipekernels.pipeline.engine.runners import Compute, Runner
+from pipekernels.pipeline.engine.execution import Plan
+from pipekernels.pipeline.engine.mini_batch import Inputs, Outputs, Sink
 from pipekernels.pipeline.engine.skip_table import SkipTable
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.engine.transport import Receiver, Transport
 from pipekernels.pipeline.schedule.program import Action, Program
 from pipekernels.pipeline.schedule.timeline import Timeline
+from pipekernels.pipeline.stage.checkpoint import checkpointing
 from pipekernels.pipeline.stage.context import CallerContext
 from pipekernels.pipeline.stage.error_notes import note_backward, note_layer
-from pipekernels.pipeline.stage.parameters import StageParameters, accumulated, installed, unique
+from pipekernels.pipeline.stage.parameters import Parameters
 from pipekernels.pipeline.stage.random_state import preserved
-from pipekernels.pipeline.stage.recomputation import (
-    ForwardState,
-    drop_unchanged_copies,
-    snapshot_buffers,
-)
+from pipekernels.pipeline.stage.recomputation import drop_unchanged_copies, snapshot_buffers
 from pipekernels.pipeline.stage.split_backward import WeightBackward
 from pipekernels.pipeline.stage.task import Activation, Grads, Tape, Task
 from pipekernels.pipeline.values.micro_batch import copy_if_aliased
+from pipekernels.pipeline.values.structure import merged
 
 T = TypeVar("T")
+Compute = Callable[[Action, Any], Any]
 
 _AT_ONCE = Program([[Action("B", 0, 0)]])
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Step:
     """Runs the actions of one mini-batch.
 
     Args:
-        runner: decides where and in which order they run.
+        plan: decides where and in which order they run.
         stages: what they run.
         inputs: one per micro-batch.
         parameters: the stages', None if no backward can follow.
         recomputed: which micro-batches keep only their inputs and are recomputed in the backward.
         timeline: records the actions, if there is one.
+        record: called with the seconds that the mini-batch took, when it has ended.
     """
 
     def __init__(
         self,
         *,
-        runner: Runner,
+        plan: Plan,
         stages: Stages,
         inputs: Inputs,
-        parameters: list[StageParameters] | None,
+        parameters: Parameters | None,
         recomputed: Sequence[bool],
         timeline: Timeline | None,
+        record: Callable[[float], object] | None,
     ) -> None:
-        self.runner = runner
         self.stages = stages
         self.inputs = inputs
-        self.grad = parameters is not None
-        self.parameters = parameters or []
+        self.parameters = parameters
+        self.seeds = plan.make_seeds()
+        self.outputs = Outputs(inputs.sizes, inputs.dim)
+        self._plan = plan
+        self._tasks = plan.tasks
         self._recomputed = recomputed
         self._recomputes = any(recomputed)
-        self._tasks = runner.tasks
-        self._timeline = timeline
         self._trainable = [
-            self.grad and any(self.parameters[index].pairs for index, _ in task.stages)
+            parameters is not None and any(parameters.trainable[i] for i, _ in task.stages)
             for task in self._tasks
         ]
+        self._timeline = timeline
+        self._record = record
+        self._seconds = 0.0
+        self._sink: Sink = self.outputs
         # Context of the thread that starts the forward. Read only if recomputations need it: the
         # first read takes as long as two small layers.
         self._context: CallerContext | None = None
-        self._forward_state: ForwardState | None = None  # If backwards recompute.
-        self._tapes: list[list[Tape | None]] = [[None] * len(inputs) for _ in self._tasks]
+        # Versions of the parameters after the forward, if backwards recompute.
+        self._parameter_versions: list[list[int]] = []
+        self._tapes: list[list[Tape | None]] = [[None] * len(inputs.sizes) for _ in self._tasks]
         # Versions of the inputs of each (stage, micro-batch) to be recomputed.
         self._versions: dict[tuple[int, int], list[int]] = {}
         self._skips = SkipTable(stages.skips, stages.devices)
@@ -87,7 +93,8 @@ class Step:
         # than the stage's. Their gradients are copied back there.
         self._source_devices: dict[tuple[int, int], list[torch.device]] = {}
         # Entered while autograd runs, on this thread or on another.
-        self._waiting: AbstractContextManager[Any] = nullcontext()
+        self._waiting: AbstractContextManager[Any] = _NOTHING
+        self._keep_graph = False
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
         self._input_grads: list[Grads] = []
         self._released = False
@@ -97,33 +104,63 @@ class Step:
 
     # ---- passes ----------------------------------------------------------------------------------
 
-    def forward(self, outputs: Outputs, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def is_alone(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether there is one micro-batch, ``given`` whole, and nothing between the model and its
+        graph: then it is the model, and autograd runs its backward."""
+        (task, *others), device = self._tasks, self.stages.devices[0]
+        return (
+            not others
+            and len(self.inputs.sizes) == 1
+            and not self._recomputes
+            and self._plan.is_fused
+            and task.overwrites_input is False
+            and all(tensor.device == device for tensor in given)
+        )
+
+    def run_alone(self, given: Sequence[torch.Tensor]) -> Any:
+        """Run a micro-batch that :meth:`is_alone` in the caller's graph; returns its value."""
+        (task,) = self._tasks
+        inputs = replace(self.inputs.take(0), tensors=tuple(given))
+        try:
+            with preserved(self.stages.generators), cast_cache(False):
+                outputs, _ = task.forward(inputs, self.seeds, 0, grad=None)
+        except Exception as error:
+            note_layer(error, task.stages, 0, "forward")
+            raise
+        return merged([outputs.structure]).build(copy_if_aliased(outputs.tensors, given))
+
+    def forward(self, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run every forward; returns the outputs ``[batch, ...]``. They share no memory with
         ``given``, as autograd would not know of it."""
-        aliases = installed(self.parameters) if self.grad else nullcontext()
-        uncached = cast_cache(False) if self.grad else nullcontext()
-        with preserved(self.stages.devices), aliases, self._phase(), uncached:
+        parameters = self.parameters
+        with (
+            preserved(self.stages.generators),
+            _NOTHING if parameters is None else parameters.installed(),
+            self._phase(),
+            cast_cache(False),
+            self._observed(self._plan.program.forwards, self._forward) as compute,
+        ):
             if self._recomputes:
                 self._context = CallerContext()
-            self._execute(self.runner.program.forwards, partial(self._forward, outputs))
-        if self._recomputes:
-            self._forward_state = ForwardState(self.stages.modules, self.parameters)
-        whole = outputs.take()
-        return whole if len(self.inputs) > 1 else copy_if_aliased(whole, given)
+            self._plan.run(self._plan.program.forwards, compute)
+        if parameters is None:
+            self._note_seconds()
+        elif self._recomputes:
+            self._parameter_versions = parameters.versions()
+        whole = self.outputs.take()
+        return whole if len(self.inputs.sizes) > 1 else copy_if_aliased(whole, given)
 
-    def backward(
-        self, outputs: Outputs, grads: Sequence[torch.Tensor | None], keep_graph: bool
-    ) -> list[Grads]:
+    def backward(self, grads: Sequence[torch.Tensor | None], keep_graph: bool) -> list[Grads]:
         """Run every backward of the program; returns the gradients of the inputs, and of the
         parameters.
 
         Args:
-            outputs: the object that the forward filled.
             grads: gradients of the outputs; None for an output that has none.
             keep_graph: whether another backward may follow.
 
         Raises:
-            RuntimeError: an earlier backward has released the stages' graphs.
+            RuntimeError: an earlier backward has released the stages' graphs, or the stages are to
+                be recomputed and have changed.
         """
         if self._released:
             raise RuntimeError(
@@ -131,60 +168,72 @@ class Step:
                 "the graphs of its stages; pass retain_graph=True to the first"
             )
         self._released = not keep_graph
-        state = self._forward_state
-        run: Callable[..., Any] = self._backward
-        program = self.runner.program.backwards
-        if self._tasks == [self.stages.fused] and state is None:
-            run, program = self._backward_at_once, _AT_ONCE
+        self._keep_graph = keep_graph
+        compute: Compute = self._backward
+        program = self._plan.program.backwards
+        if self._plan.is_fused and not self._recomputes:
+            compute, program = self._backward_at_once, _AT_ONCE
+        self.outputs.give(grads)
         with (
             self._phase(),
-            outputs.given(grads),
             self._accumulating() as results,
-            nullcontext() if state is None else preserved(self.stages.devices),
-            nullcontext() if state is None else state.restored(),
+            self._restored() if self._recomputes else _NOTHING,
+            self._observed(program, compute) as observed,
         ):
-            self._execute(program, partial(run, outputs, keep_graph))
+            self._plan.run(program, observed)
+        self._note_seconds()
         return results
 
     def train(self, losses: Sink, waiting: AbstractContextManager[Any]) -> list[Grads]:
         """Run the whole program, with ``losses`` between forwards and backwards; returns as
         :meth:`backward`. ``waiting`` is entered while autograd runs, on this thread or another."""
+        assert self.parameters is not None
         with cast_cache(False):
             self._context = context = CallerContext()
         self._waiting = waiting
+        self._sink = losses
 
         def compute(action: Action, value: Any) -> Any:
             if action.kind == "F":
                 with context.applied():
-                    return self._forward(losses, action, value)
-            return self._backward(losses, False, action, value)
+                    return self._forward(action, value)
+            return self._backward(action, value)
 
         with (
             context.without_autocast(),
             self._phase(),
             self._accumulating() as results,
-            preserved(self.stages.devices),
-            installed(self.parameters),
+            preserved(self.stages.generators),
+            self.parameters.installed(),
+            self._observed(self._plan.program, compute) as observed,
         ):
-            self._execute(self.runner.program, compute)
+            self._plan.run(self._plan.program, observed)
+        self._note_seconds()
         return results
 
-    def _execute(self, program: Program, compute: Compute) -> None:
-        """Have the runner run ``program``, recorded by the timeline and the profiler."""
+    @contextmanager
+    def _observed(self, program: Program, compute: Compute) -> Iterator[Compute]:
+        """Yield ``compute``, recorded by the timeline and the profiler, for the body, which runs
+        ``program``; time the body."""
         timeline = self._timeline
         recorded: AbstractContextManager[Compute] = nullcontext(compute)
         if timeline is not None and timeline.is_recording:
             clocks = {task.device: self._transport.clock(task.device) for task in self._tasks}
             clock_of = [clocks[task.device] for task in self._tasks].__getitem__
             recorded = timeline.recorded(compute, program, clock_of)
-        with recorded as run:
+        with recorded as observed:
             if is_profiler_enabled():
-                run = partial(_in_profile, run)
+                observed = partial(_in_profile, observed)
             if self.stages.with_streams:
-                run = partial(self._on_device, run)
+                observed = partial(self._on_device, observed)
             begin = time.perf_counter()
-            self.runner.run(program, run)
-            self.runner.note(program, time.perf_counter() - begin)
+            yield observed
+            self._seconds += time.perf_counter() - begin
+
+    def _note_seconds(self) -> None:
+        """Note that the mini-batch has ended."""
+        if self._record is not None:
+            self._record(self._seconds)
 
     def _on_device(self, compute: Compute, action: Action, value: Any) -> Any:
         """``compute``, with the current device set to that of the action's stage."""
@@ -193,85 +242,109 @@ class Step:
 
     def _phase(self) -> AbstractContextManager[None]:
         """A context for a forward or a backward."""
-        return self._transport.phase() if self.stages.with_streams else nullcontext()
+        return self._transport.phase() if self.stages.with_streams else _NOTHING
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Have layers use their aliases in recomputations, in the body. RuntimeError if what a
+        recomputation needs has changed."""
+        assert self.parameters is not None
+        what = "its layers, their modes, or which parameters they have, were changed"
+        stage = self.parameters.changed_stage()
+        versions = zip(self.parameters.versions(), self._parameter_versions, strict=True)
+        modified = [before != now for before, now in versions]
+        if stage is None and any(modified):
+            what, stage = "its parameters were modified in place", modified.index(True)
+        if stage is not None:
+            raise RuntimeError(
+                f"stage {stage} is to be recomputed, but {what} after its forward; do that after "
+                "the backward, or use checkpoint='never'"
+            )
+        # The cache is off as in the forward, whose settings recomputations have.
+        with preserved(self.stages.generators), self.parameters.installed(), cast_cache(False):
+            yield
+        # Layers may write to their parameters, and another backward may follow.
+        self._parameter_versions = self.parameters.versions()
 
     @contextmanager
     def _accumulating(self) -> Iterator[list[Grads]]:
         """Yield a list, which gets the gradients of the inputs, and of the parameters, of the
         backwards in the body. After a failure they are dropped: they must not leak into the next
         backward."""
+        assert self.parameters is not None
         results = list[Grads]()
         self.stages.deny_foreign_backwards(self.parameters)
-        self._input_grads = [()] * len(self.inputs)
+        self._input_grads = [()] * len(self.inputs.sizes)
         try:
             yield results
             if self._transport.arrivals:
-                for m in range(len(self.inputs)):
+                for m in range(len(self.inputs.sizes)):
                     self._transport.receive(Receiver(-1, m, backward=True))
             results.append(self.inputs.joined(self._input_grads))
         finally:
             self._second_parts.clear()
             self._skips.forget_grads()
             self._input_grads = []
-            results.append(tuple(accumulated(unique(self.parameters), self.parameters)))
+            self.outputs.give(())
+            results.append(tuple(self.parameters.accumulated()))
 
     # ---- actions ---------------------------------------------------------------------------------
 
-    def _forward(self, sink: Sink, action: Action, inputs: Activation | None) -> Activation:
+    def _forward(self, action: Action, inputs: Activation | None) -> Any:
         """Run a stage on the previous stage's outputs, None for the first; returns its own, which
-        ``sink`` receives from the last one. Leaves its tape."""
+        the sink receives from the last one. Leaves its tape."""
         _, stage, m = action
+        task, recomputed = self._tasks[stage], self._recomputed[m]
         if inputs is None:
             inputs = self._send(self.inputs.take(m), stage, m)
-        task, recomputed = self._tasks[stage], self._recomputed[m]
         if task.received_skips:
             inputs = inputs.with_skips(self._skips.take(task.received_skips, m))
         if self._transport.arrivals:
             self._transport.receive(Receiver(stage, m))
         if recomputed:
             self._versions[stage, m] = inputs.versions()
-        buffers = snapshot_buffers([s for _, s in task.stages]) if self._recomputes else []
+        buffers = snapshot_buffers(task.layers) if self._recomputes else []
+        grad = self._trainable[stage] or (self.parameters is not None and any(inputs.wants_grad))
         try:
-            outputs, tape = task.forward(
-                inputs,
-                partial(self.runner.seeded, m),
-                grad=self._trainable[stage] or (self.grad and any(inputs.wants_grad)),
-                drop=recomputed,
-            )
+            with checkpointing() if recomputed else _NOTHING:
+                outputs, tape = task.forward(inputs, self.seeds, m, grad=grad, preserve=recomputed)
         except Exception as error:
             note_layer(error, task.stages, m, "forward")
             raise
+        if recomputed and grad:
+            tape.keep_only(inputs)
         if buffers:
             earlier = [tape.buffers for tape in self._tapes[stage] if tape is not None]
-            drop_unchanged_copies(buffers, self.stages.observed.changing_buffers, earlier)
-            if recomputed and tape is not None:
+            drop_unchanged_copies(buffers, self.stages.changing_buffers, earlier)
+            if recomputed:
                 tape.buffers = buffers
-        self._tapes[stage][m] = tape
-        outputs, sent = outputs.without_skips()
-        if sent:
+        if grad:
+            self._tapes[stage][m] = tape
+        if outputs.skips:
+            outputs, sent = outputs.without_skips()
             self._skips.leave(sent, m, self._transport)
-        if stage < len(self._tasks) - 1:
-            return self._send(outputs, stage + 1, m)
-        sink.collect(m, outputs)
-        return outputs
+        if stage == len(self._tasks) - 1:
+            self._sink.collect(m, outputs)
+            return None
+        return self._send(outputs, stage + 1, m)
 
-    def _backward(self, sink: Sink, keep_graph: bool, action: Action, grads: Grads | None) -> Grads:
-        """Run a stage's backward, whole or a part, on the gradients of its outputs, None if
-        ``sink`` has them; returns those of its inputs."""
+    def _backward(self, action: Action, grads: Grads | None) -> Grads:
+        """Run a stage's backward, whole or a part, on the gradients of its outputs, None if the
+        sink has them; returns those of its inputs."""
         kind, stage, m = action
         task = self._tasks[stage]
         if kind == "W":
             second_part = self._second_parts.pop((stage, m), None)
             if second_part is not None:
-                self._autograd(task, m, partial(second_part, keep_graph))
+                self._autograd(task, m, partial(second_part, self._keep_graph))
             return ()
         if self._transport.arrivals:
             self._transport.receive(Receiver(stage, m, backward=True))
         if grads is None:
-            with self._waiting, self.runner.in_backward():
-                grads = sink.grads(m)
+            with self._waiting, self.seeds.in_backward():
+                grads = self._sink.grads(m)
         tape = self._tapes[stage][m]
-        if not keep_graph:
+        if not self._keep_graph:
             self._tapes[stage][m] = None
         if tape is None:
             return ()
@@ -283,13 +356,13 @@ class Step:
         if tape.inputs is not None:
             tape = self._recompute(tape, tape.inputs, stage, m)
         # Not in two parts if tensors have hooks: each part would call them.
-        if kind == "I" and not self.runner.saw_tensor_hooks:
-            compute = partial(task.backward_of_inputs, tape, grads, keep_graph=keep_graph)
+        if kind == "I" and not self.stages.observed.tensor_hooks:
+            compute = partial(task.backward_of_inputs, tape, grads, keep_graph=self._keep_graph)
             result, second_part = self._autograd(task, m, compute)
             if second_part is not None:
                 self._second_parts[stage, m] = second_part
         else:
-            whole = partial(task.backward, [tape], [grads], keep_graph=keep_graph)
+            whole = partial(task.backward, [tape], [grads], keep_graph=self._keep_graph)
             (result,) = self._autograd(task, m, whole)
         if tape.received:
             n = len(result) - len(tape.received)
@@ -301,22 +374,22 @@ class Step:
             self._input_grads[m] = result
         return result
 
-    def _backward_at_once(self, sink: Sink, keep_graph: bool, action: Action, _: Any) -> None:
+    def _backward_at_once(self, action: Action, _: Any) -> None:
         """Enter autograd once for all micro-batches: possible on one thread with nothing to
         recompute. Autograd takes the latest forward first, as the program does."""
         # No tape is None here: parameters or inputs want gradients.
         tapes = [tape for tape in self._tapes[0] if tape is not None]
-        if not keep_graph:
+        if not self._keep_graph:
             self._tapes[0] = []
-        grads = [sink.grads(m) for m in range(len(tapes))]
-        compute = partial(self._tasks[0].backward, tapes, grads, keep_graph=keep_graph)
+        grads = [self._sink.grads(m) for m in range(len(tapes))]
+        compute = partial(self._tasks[0].backward, tapes, grads, keep_graph=self._keep_graph)
         results = self._autograd(self._tasks[0], 0 if len(tapes) == 1 else None, compute)
         self._input_grads = [self._send_back(result, 0, m) for m, result in enumerate(results)]
 
     def _autograd(self, task: Task, m: int | None, compute: Callable[[], T]) -> T:
         """Call ``compute``, which runs autograd on graphs of micro-batch ``m``, of all if None."""
         try:
-            with self._waiting, self.runner.in_backward():
+            with self._waiting, self.seeds.in_backward():
                 return compute()
         except Exception as error:
             note_backward(error, task.stages, m)
@@ -336,7 +409,7 @@ class Step:
         try:
             shown = in_profile("recomputation stage %d, micro-batch %d", stage, m)
             with context.applied(), shown:
-                return task.recompute(tape, partial(self.runner.seeded, m))
+                return task.recompute(tape, self.seeds, m)
         except Exception as error:
             note_layer(error, task.stages, m, "recomputation")
             raise

@@ -54,6 +54,16 @@ class Program:
         return stage if 0 <= stage < self.stages else None
 
     @cached_property
+    def receivers(self) -> dict[Action, Action]:
+        """The action that gets each one's result, if one does."""
+        return {
+            action: receiver
+            for receiver in self.needs
+            for action in self.needs[receiver]
+            if action.stage != receiver.stage
+        }
+
+    @cached_property
     def needs(self) -> dict[Action, list[Action]]:
         """The actions that must be done before each one: that of :meth:`before`, and for a backward
         its forward or first part. Forwards are not needed by backwards alone."""

@@ -33,7 +33,7 @@ from pipekernels.pipeline.spmd.transport import (
     link_to_previous,
 )
 from pipekernels.pipeline.stage.batchnorm import committed
-from pipekernels.pipeline.stage.random_state import MiniBatchSeeds, preserved
+from pipekernels.pipeline.stage.random_state import Seeds, generators_of, preserved
 from pipekernels.pipeline.values.structure import tensors_in
 
 if TYPE_CHECKING:
@@ -82,8 +82,9 @@ def execute_pipeline(
     count = integer("num_microbatches", num_microbatches)
     axis = axis_of(mesh, model_axis_name, replicated_axis_names)
     parts = _parts(x, count) if axis.stage == 0 or x is not None else ()
-    random = MiniBatchSeeds([axis.device])
-    with committed([module]), preserved([axis.device]):
+    generators = generators_of([axis.device])
+    seeds = Seeds(generators)
+    with committed([module]), preserved(generators):
         previous = None if axis.stage == 0 else link_to_previous(axis, count)
         following: Link | None = None
         token = _start(previous, axis, x, module, (args, kwargs))
@@ -93,7 +94,7 @@ def execute_pipeline(
                 part = parts[m].clone()  # Layers may work in place.
             else:
                 part, token = _Receive.apply(previous, token)
-            with random.inline(m, axis.random_key):
+            with seeds.seeded(m, axis.random_key):
                 result = module(part, *args, **kwargs)
             check_kind("what the module returns", result, Tensor, "a tensor")
             if axis.is_last:
@@ -199,8 +200,9 @@ class PipelineModule(nn.Module):
         self.replicated_axis_names = tuple(replicated_axis_names)
         axis = axis_of(mesh, model_axis_name, replicated_axis_names)
         self._mesh = enclosing_mesh() if mesh is None else mesh
-        random = MiniBatchSeeds([axis.device])
-        with preserved([axis.device]), random.inline(0, axis.stage):
+        generators = generators_of([axis.device])
+        seeds = Seeds(generators)
+        with preserved(generators), seeds.seeded(0, axis.stage):
             self.module = module_fn()
         check_kind("what module_fn returns", self.module, nn.Module, "an nn.Module")
 

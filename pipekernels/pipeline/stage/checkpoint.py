@@ -29,10 +29,11 @@ def is_recomputing() -> bool:
     return _phase.recomputing
 
 
-def checkpointed(mode: str, micro_batch: int, micro_batches: int) -> bool:
-    """Whether ``mode`` drops the activations of ``micro_batch``. ``micro_batches`` is the actual
+def checkpointed(mode: str, micro_batches: int) -> list[bool]:
+    """Whether ``mode`` drops the activations of each micro-batch. ``micro_batches`` is the actual
     number of them, which may be less than ``chunks``."""
-    return mode == "always" or (mode == "except_last" and micro_batch < micro_batches - 1)
+    is_last_kept = mode == "except_last"
+    return [mode != "never"] * (micro_batches - is_last_kept) + [False] * is_last_kept
 
 
 @contextmanager

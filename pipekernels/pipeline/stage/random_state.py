@@ -5,8 +5,8 @@ an order that changes from run to run, and a recomputation would see other dropo
 forward. Here every task has its own seed, derived from one number that each forward of the
 pipe draws from the default CPU generator:
 
-* on one thread the generators are simply seeded before each task;
-* on a lane they are seeded around each random function, under a lock (:class:`LaneRandom`).
+* on one thread the generators are simply seeded before each task (:class:`Seeds`);
+* on a lane they are seeded around each random function, under a lock (:class:`LaneSeeds`).
 
 Both give the same numbers. As torch.utils.checkpoint, this leaves all other generators alone.
 """
@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,8 @@ def task_seed(base: int, stage: int, micro_batch: int) -> int:
     return (base + stage * 0x9E3779B1 + micro_batch * 0x85EBCA77) & 0x7FFFFFFFFFFFFFFF
 
 
-def _generators(devices: list[torch.device]) -> list[torch.Generator]:
+def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
+    """The default generators of the CPU and of ``devices``."""
     cuda = sorted({d.index or 0 for d in devices if d.type == "cuda"})
     if cuda:
         torch.cuda.init()  # torch creates the CUDA generators here.
@@ -47,13 +49,13 @@ def _generators(devices: list[torch.device]) -> list[torch.Generator]:
 
 
 @contextmanager
-def preserved(devices: list[torch.device]) -> Iterator[None]:
-    """Restore the states of the generators of ``devices`` after the body."""
-    saved = [(generator, generator.get_state()) for generator in _generators(devices)]
+def preserved(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Restore the states of ``generators`` after the body."""
+    states = [generator.get_state() for generator in generators]
     try:
         yield
     finally:
-        for generator, state in saved:
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
 
@@ -76,7 +78,7 @@ _RANDOM: dict[Any, list[tuple[int, str, Any]]] = {
     F.multi_head_attention_forward: [(10, "dropout_p", 0.0)],
 }
 _TENSOR_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
-_SEEDED: AbstractContextManager[None] = nullcontext()
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -87,39 +89,47 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-class HookWatch(TorchFunctionMode):
-    """Notes in ``saw_tensor_hooks`` whether the calling thread puts hooks on tensors."""
+@dataclass
+class Observed:
+    """What mini-batches have found out about what layers do, on any thread.
 
-    def __init__(self) -> None:
+    Attributes:
+        draws: whether they draw random numbers that lanes can seed separately.
+        hidden: whether they draw some that lanes cannot seed separately: from a generator of their
+            own, or where no function mode sees it (in C++ or compiled code, in a backward).
+        sets: whether they set the state of the process-wide generator, as layers do that seed or
+            recompute themselves. That changes the random numbers of other threads.
+        tensor_hooks: whether they put hooks on tensors, if :class:`HookWatch` looked.
+    """
+
+    draws: bool = False
+    hidden: bool = False
+    sets: bool = False
+    tensor_hooks: bool = False
+
+    def needs_one_thread(self) -> bool:
+        """Whether random numbers would depend on timing if stages ran on several threads."""
+        return self.hidden or (self.draws and self.sets)
+
+
+class HookWatch(TorchFunctionMode):
+    """Notes whether the calling thread puts hooks on tensors."""
+
+    def __init__(self, observed: Observed) -> None:
         super().__init__()
-        self.saw_tensor_hooks = False
+        self.observed = observed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.saw_tensor_hooks |= func in _TENSOR_HOOKS
+        if func in _TENSOR_HOOKS:
+            self.observed.tensor_hooks = True
         return func(*args, **(kwargs or {}))
 
 
-class DrawWatch(TorchFunctionMode):
-    """Calls ``found`` for every random function that draws on the calling thread."""
-
-    def __init__(self, found: Callable[[], None]) -> None:
-        super().__init__()
-        self._found = found
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if draws(func, args, kwargs):
-            self._found()
-        return func(*args, **kwargs)
-
-
 class LaneRandom(HookWatch):
-    """Seeds the random functions of one task, on the calling thread, by ``seed``. Notes in ``drew``
-    whether there were any."""
+    """Seeds the random functions of one task, on the calling thread, by ``seed``."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.drew = False
+    def __init__(self, observed: Observed, seed: int) -> None:
+        super().__init__(observed)
         self._seed = seed
         self._state: torch.Tensor | None = None
 
@@ -127,113 +137,179 @@ class LaneRandom(HookWatch):
         kwargs = kwargs or {}
         if not draws(func, args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
-        self.drew = True
+        self.observed.draws = True
         generator = torch.default_generator
         with _generator_lock:
-            self._begin(kwargs)
+            if self._state is None:
+                generator.manual_seed(self._seed)
+            else:
+                generator.set_state(self._state)
             result = func(*args, **kwargs)
             self._state = generator.get_state()
         return result
 
-    def _begin(self, kwargs: Mapping[str, Any]) -> None:
-        """Prepare the generator for a random function."""
-        if self._state is None:
-            torch.default_generator.manual_seed(self._seed)
-        else:
-            torch.default_generator.set_state(self._state)
+
+class BackwardRandom(TorchFunctionMode):
+    """Refuses random numbers in a backward on a lane: a layer that recomputes its forward sets the
+    state of the process-wide generator, which other lanes also use. From the next mini-batch on
+    the pipe runs on one thread."""
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__()
+        self._observed = observed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if draws(func, args, kwargs):
+            self._observed.hidden = True
+            raise RuntimeError(
+                "a layer of the pipe has begun to draw random numbers in its backward, as layers "
+                "do that checkpoint themselves; run this mini-batch again, and the pipe will keep "
+                "to one thread"
+            )
+        return func(*args, **kwargs)
 
 
-class AuditedRandom(LaneRandom):
-    """Seeds the default generator once, on one thread, and notes what :class:`LaneRandom` would do
-    otherwise: in ``hidden`` whether numbers also came from a generator that lanes cannot seed, a
-    layer's own, or the default one where the mode does not see it (in C++ or compiled code); in
-    ``sets`` whether layers set the state of the default one, as by ``torch.random.fork_rng``."""
+class Audit(HookWatch):
+    """Notes what :class:`LaneRandom` cannot seed in one task, on one thread, whose generator has
+    been seeded for it; in a backward, all random numbers."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.hidden = self.sets = False
-        self._state = torch.default_generator.manual_seed(seed).get_state()
+    def __init__(self, observed: Observed, *, backward: bool = False) -> None:
+        super().__init__(observed)
+        self._backward = backward
+        self._state = torch.default_generator.get_state()
+        self._setters = _replaced_setters(self._set)
 
-    def _begin(self, kwargs: Mapping[str, Any]) -> None:
-        self.hidden |= kwargs.get("generator") is not None
-        self.check()
+    def __enter__(self) -> Any:
+        self._setters.__enter__()
+        return super().__enter__()
 
-    def note_set(self, setter: Callable[..., Any], *args: Any) -> Any:
-        """Call ``setter``, for :func:`setters_noted`, after a check of what it undoes."""
-        self.check()
-        self.sets = True
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._setters.__exit__(None, None, None)
+        self._check()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws(func, args, kwargs):
+            return super().__torch_function__(func, types, args, kwargs)
+        self.observed.draws = True
+        self.observed.hidden |= self._backward or kwargs.get("generator") is not None
+        self._check()
+        result = func(*args, **kwargs)
+        self._state = torch.default_generator.get_state()
+        return result
+
+    def _set(self, setter: Callable[..., Any], *args: Any) -> Any:
+        """Call ``setter`` of the generator, after a check of what it undoes."""
+        self._check()
+        self.observed.sets = True
         result = setter(*args)
         self._state = torch.default_generator.get_state()
         return result
 
-    def check(self) -> None:
-        """Note draws that the mode did not see; also after the task."""
-        assert self._state is not None
-        self.hidden |= not torch.equal(self._state, torch.default_generator.get_state())
+    def _check(self) -> None:
+        """Note numbers drawn where this mode has not seen it."""
+        now = torch.default_generator.get_state()
+        self.observed.hidden |= not torch.equal(self._state, now)
 
 
-class _Watched(threading.local):
-    """Whom a thread tells of each setter that it calls; it calls that."""
+class _Setters(threading.local):
+    """What a thread calls in place of each method that sets the default generator's state."""
 
-    note: Callable[..., Any] | None = None
+    stand_in: Callable[..., Any] | None = None
 
 
-class _NotingGenerator:
+class _WatchedGenerator:
     """Stands for the default generator in the functions of ``torch.random``."""
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(torch.default_generator, name)
-        if _watched.note is None or name not in ("set_state", "manual_seed", "seed"):
+        if _setters.stand_in is None or name not in ("set_state", "manual_seed", "seed"):
             return method
-        return partial(_watched.note, method)
+        return partial(_setters.stand_in, method)
 
 
-_watched = _Watched()
-_watching = 0  # Threads.
+_setters = _Setters()
+_watching = 0  # Number of bodies of `_replaced_setters` that run.
 
 
 @contextmanager
-def setters_noted(note: Callable[..., Any]) -> Iterator[None]:
-    """Have functions of ``torch.random`` that set the default generator's state call ``note(setter,
-    *args)`` instead of the setter, on this thread in the body."""
+def _replaced_setters(stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Have functions of ``torch.random`` call ``stand_in(setter, *args)`` in place of methods that
+    set the default generator's state, on this thread in the body."""
     global _watching
-    before = _watched.note
+    before = _setters.stand_in
     with _generator_lock:
         _watching += 1
-        torch.random.default_generator = _NotingGenerator()  # type: ignore[assignment]
-    _watched.note = note
+        torch.random.default_generator = _WatchedGenerator()  # type: ignore[assignment]
+    _setters.stand_in = stand_in
     try:
         yield
     finally:
-        _watched.note = before
+        _setters.stand_in = before
         with _generator_lock:
             _watching -= 1
             if not _watching:
                 torch.random.default_generator = torch.default_generator
 
 
-class MiniBatchSeeds:
-    """The random numbers of one mini-batch, with stages on ``devices``. The constructor draws one
-    number from the default CPU generator."""
+class Seeds:
+    """The random numbers of one mini-batch, on one thread. The constructor draws a number from the
+    default CPU generator.
 
-    def __init__(self, devices: list[torch.device]) -> None:
+    Args:
+        generators: those that tasks draw from.
+        observed: what the mini-batch finds out; not used on one thread.
+    """
+
+    def __init__(
+        self, generators: Sequence[torch.Generator], observed: Observed | None = None
+    ) -> None:
+        self.observed = observed or Observed()
+        self._generators = generators
         # Without function modes, so that an outer pipe takes this draw for hidden randomness and
-        # does not run this pipe on a lane: inline() seeds the generator without the lock.
+        # does not run this pipe on a lane: seeded() seeds the generator without the lock.
         with no_function_modes():
             self._base = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        self._seeders = [generator.manual_seed for generator in _generators(devices)]
 
-    def inline(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
-        """Seed the generators for a task; only one thread may run stages."""
+    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
+        """A context for a forward or its recomputation, made and entered on its thread: both get
+        the same numbers from torch's default generators."""
         seed = task_seed(self._base, stage, micro_batch)
-        for manual_seed in self._seeders:
-            manual_seed(seed)
-        return _SEEDED
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        return _NOTHING
 
-    def on_lane(self, micro_batch: int, stage: int) -> LaneRandom:
-        """For a task that runs at the same time as others."""
-        return LaneRandom(task_seed(self._base, stage, micro_batch))
+    def in_backward(self) -> AbstractContextManager[Any]:
+        """A context in which autograd runs the backward of a stage."""
+        return _NOTHING
 
-    def audited(self, micro_batch: int, stage: int) -> AuditedRandom:
-        """As :meth:`inline`, and checks whether :meth:`on_lane` would give the same numbers."""
-        return AuditedRandom(task_seed(self._base, stage, micro_batch))
+
+class HookedSeeds(Seeds):
+    """As :class:`Seeds`, and looks for hooks on tensors, which takes time."""
+
+    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
+        super().seeded(micro_batch, stage)
+        return HookWatch(self.observed)
+
+
+class AuditedSeeds(Seeds):
+    """As :class:`Seeds`, and finds out whether :class:`LaneSeeds` would give the same numbers."""
+
+    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
+        super().seeded(micro_batch, stage)
+        return Audit(self.observed)
+
+    def in_backward(self) -> AbstractContextManager[Any]:
+        return Audit(self.observed, backward=True)
+
+
+class LaneSeeds(Seeds):
+    """Random numbers of stages that run at the same time."""
+
+    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
+        return LaneRandom(self.observed, task_seed(self._base, stage, micro_batch))
+
+    def in_backward(self) -> AbstractContextManager[Any]:
+        return BackwardRandom(self.observed)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +15,17 @@ from pipekernels._torch_private import is_node_of_python, run_backward
 from pipekernels.pipeline.stage import checkpoint
 from pipekernels.pipeline.stage.entry import Leaf, StageInput, copy_of
 from pipekernels.pipeline.stage.error_notes import name_of
+from pipekernels.pipeline.stage.parameters import versions
 from pipekernels.pipeline.stage.partition import layers
-from pipekernels.pipeline.stage.recomputation import BufferSnapshot, buffers_of_forward, versions
+from pipekernels.pipeline.stage.random_state import Seeds
+from pipekernels.pipeline.stage.recomputation import BufferSnapshot, buffers_of_forward
 from pipekernels.pipeline.stage.skip import Key, carried, skips_of
 from pipekernels.pipeline.stage.split_backward import WeightBackward, backward_of_inputs
 from pipekernels.pipeline.values.structure import Arguments, Structure, flatten
 
 Grads = tuple[torch.Tensor | None, ...]
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+_NO_SKIPS: AbstractContextManager[dict[Key, Any]] = nullcontext({})
 
 
 @dataclass(slots=True)
@@ -73,8 +77,8 @@ class Tape:
     leaves: Sequence[Leaf | None] = ()
     roots: Sequence[Root | None] = ()
     inputs: Activation | None = None
-    nodes: Sequence[str] = ()
-    """Names of the nodes of a checkpointed forward's graph, which its recomputation must have."""
+    nodes: Sequence[type] = ()
+    """Classes of the nodes of a checkpointed forward's graph, which its recomputation must have."""
     received: tuple[Key, ...] = ()
     """Keys of the skips among the inputs, the last of ``leaves``."""
     sent: tuple[Key, ...] = ()
@@ -83,6 +87,26 @@ class Tape:
     """Number of output tensors without skips."""
     buffers: Sequence[BufferSnapshot] = ()
     """Buffers before a checkpointed forward, for its recomputation."""
+
+    def kinds(self) -> list[type]:
+        """The classes of all nodes that the roots lead to, in one order for equal graphs."""
+        stack = [root.node for root in reversed(self.roots) if isinstance(root, GradientEdge)]
+        seen = set()
+        kinds: list[type] = []
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                kinds.append(type(node))
+                stack += [child for child, _ in node.next_functions if child is not None]
+        return kinds
+
+    def keep_only(self, inputs: Activation) -> None:
+        """Drop the graph, which a recomputation on ``inputs`` will make again."""
+        # It was made all the same: it says which outputs want gradients, and torch has other
+        # kernels without one, whose bits differ (of LSTMs, of attention).
+        self.inputs, self.nodes = inputs, self.kinds()
+        self.leaves = self.roots = ()
 
     def rooted(self, grads: Grads) -> list[tuple[Root, torch.Tensor]]:
         """The roots that get gradients, with those, of ``grads`` of the outputs."""
@@ -113,39 +137,19 @@ def _root(tensor: torch.Tensor) -> Root | None:
     return GradientEdge(node, tensor.output_nr)
 
 
-def _names(roots: Sequence[Root | None]) -> list[str]:
-    """The names of all nodes that ``roots`` lead to, in one order for equal graphs."""
-    stack = [root.node for root in reversed(roots) if isinstance(root, GradientEdge)]
-    seen = set()
-    names = []
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            names.append(node.name())
-            stack.extend(child for child, _ in node.next_functions if child is not None)
-    return names
-
-
-def _may_modify_inputs(module: nn.Module) -> bool:
+def _may_modify_inputs(layer: nn.Module) -> bool:
     """Whether a layer or one of its forward pre-hooks might modify its input in place. torch's own
     layers do so only if they have ``inplace=True``."""
-    return any(
+    return bool(
         getattr(layer, "inplace", False)
         or layer._forward_pre_hooks
         or not type(layer).__module__.startswith("torch.nn.")
-        for layer in module.modules()
     )
 
 
 def differentiable(tensor: torch.Tensor) -> bool:
     """Whether ``tensor``'s dtype can have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-Randomness = Callable[[int], AbstractContextManager[Any]]
-"""Takes the index of a stage and returns a context that seeds its forward; a recomputation gets the
-same random numbers."""
 
 
 class Task:
@@ -158,6 +162,9 @@ class Task:
         received, sent: skips that come from, and go to, other tasks.
 
     Attributes:
+        layers: all modules of the stages.
+        overwrites_input: whether layers overwrite their input, so that it is cloned where it must
+            not change: if checkpointed, or the caller's. None if unknown.
         saw_foreign_backward: whether a backward that is none of this task's has raised an error at
             its inputs. Others reset it.
     """
@@ -175,8 +182,10 @@ class Task:
         self.received_skips = tuple(received)
         self.sent_skips = tuple(sent)
         self._skips = [skips_of(stage) for stage in stages]
-        self._has_skips = any(self._skips)
         self.saw_foreign_backward = False
+        # Micro-batches are views of the caller's tensors, which layers must not modify in place:
+        # autograd would not know, and the views share one version counter.
+        self._is_first = first == 0
         self.inspect_layers()
 
     def inspect_layers(self) -> None:
@@ -188,40 +197,73 @@ class Task:
                     "was made, which fixed the routes of skips; change the layers before making a "
                     "pipe, or make a new one of pipe.to_sequential()"
                 )
-        self._needs_entry = any(_may_modify_inputs(stage) for _, stage in self.stages)
-        # Whether layers overwrite their input, so that it is cloned where it must not change: if
-        # checkpointed, or the caller's. None: unknown until the first clone has been used.
-        self._overwrites_input: bool | None = None if self._needs_entry else False
+        self.layers = [layer for _, stage in self.stages for layer in stage.modules()]
+        self._needs_entry = any(map(_may_modify_inputs, self.layers))
+        # None: unknown until the first clone has been used.
+        self.overwrites_input = None if self._needs_entry else False
 
     def forward(
-        self, inputs: Activation, randomness: Randomness, *, grad: bool, drop: bool
-    ) -> tuple[Activation, Tape | None]:
-        """Run the stages; returns the detached outputs, and the tape if ``grad``: a backward may
-        follow. ``drop``: checkpoint, that is keep the inputs instead of the graph."""
-        # Micro-batches are views of the caller's tensors, which layers must not modify in place:
-        # autograd would not know, and the views share one version counter.
-        is_first = self.stages[0][0] == 0
-        if not grad:
-            return self._run(inputs, randomness, grad=False, preserve=is_first)[0], None
-        with checkpoint.checkpointing() if drop else nullcontext():
-            outputs, tape = self._run(inputs, randomness, grad=True, preserve=drop or is_first)
-        outputs.tensors = tuple([tensor.detach() for tensor in outputs.tensors])
-        if drop:
-            # The graph is made all the same: it says which outputs want gradients, and torch has
-            # other kernels without one, whose bits differ (of LSTMs, of attention).
-            nodes = _names(tape.roots)
-            tape = replace(tape, leaves=(), roots=(), inputs=inputs, nodes=nodes)
-        return outputs, tape
+        self,
+        inputs: Activation,
+        seeds: Seeds,
+        m: int,
+        *,
+        grad: bool | None,
+        preserve: bool = False,
+    ) -> tuple[Activation, Tape]:
+        """Run the layers on micro-batch ``m``; returns their outputs, and what a backward needs.
 
-    def recompute(self, tape: Tape, randomness: Randomness) -> Tape:
-        """Run the stages a second time on the tape's inputs, now with a graph. Buffers and inputs
+        Args:
+            inputs: detached, on the device of the stages.
+            seeds: seeds each stage.
+            grad: whether they run in a graph that begins at ``inputs``, whose outputs are detached;
+                None: in the caller's graph.
+            preserve: whether ``inputs`` must keep their values.
+        """
+        tensors, before = inputs.tensors, None
+        if (preserve or self._is_first) and self.overwrites_input is not False:
+            with torch.inference_mode(False):  # Whose tensors have no versions.
+                tensors = tuple([copy_of(tensor) for tensor in tensors])
+            before = versions(tensors)
+        n = len(tensors) - len(inputs.skips)
+        leaves: list[Leaf | None] = []
+        carrying: AbstractContextManager[dict[Key, Any]] = _NO_SKIPS
+        with _NOTHING if grad is None else torch.enable_grad() if grad else torch.no_grad():
+            args: Sequence[torch.Tensor] = tensors
+            if grad:
+                leaves, args = self._enter(tensors, inputs.wants_grad)
+            if any(self._skips):
+                given = dict(zip(inputs.skips, args[n:], strict=True))
+                carrying = carried(dict.fromkeys(self.received_skips) | given)
+            value = inputs.structure.build(args[:n])
+            with carrying as skips:
+                for index, stage in self.stages:
+                    spread = type(value) is Arguments
+                    with seeds.seeded(m, index):
+                        value = _spread(stage, value) if spread else stage(value)
+                    outputs, structure = flatten(value, f"the output of stage {index}")
+        if before is not None:
+            self.overwrites_input = versions(tensors) != before
+        sent = tuple([key for key in self.sent_skips if skips[key] is not None])
+        outputs = (*outputs, *[skips[key] for key in sent])
+        if grad is None:
+            return Activation(outputs, (), structure), Tape()
+        roots = [_root(tensor) for tensor in outputs] if grad else [None] * len(outputs)
+        tape = Tape(
+            leaves, roots, received=inputs.skips, sent=sent, outputs=len(outputs) - len(sent)
+        )
+        wants_grad = tuple([root is not None for root in roots])
+        detached = tuple([tensor.detach() for tensor in outputs]) if grad else outputs
+        return Activation(detached, wants_grad, structure, sent), tape
+
+    def recompute(self, tape: Tape, seeds: Seeds, m: int) -> Tape:
+        """Run the layers a second time on the tape's inputs, now with a graph. Buffers and inputs
         keep their values: the previous stage's inputs may share memory with these, and another
         recomputation may follow. RuntimeError if the graph is not that of the forward."""
         assert tape.inputs is not None
-        stages = [stage for _, stage in self.stages]
-        with checkpoint.recomputing(), buffers_of_forward(stages, tape.buffers):
-            recomputed = self._run(tape.inputs, randomness, grad=True, preserve=True)[1]
-        again = _names(recomputed.roots)
+        with checkpoint.recomputing(), buffers_of_forward(self.layers, tape.buffers):
+            _, recomputed = self.forward(tape.inputs, seeds, m, grad=True, preserve=True)
+        again = recomputed.kinds()
         if again != tape.nodes:
             raise RuntimeError(
                 f"the recomputation of {name_of(self.stages)} made a graph of {len(again)} nodes "
@@ -264,63 +306,25 @@ class Task:
     def _note_foreign_backward(self) -> None:
         self.saw_foreign_backward = True
 
-    def _run(
-        self, inputs: Activation, randomness: Randomness, *, grad: bool, preserve: bool
-    ) -> tuple[Activation, Tape]:
-        """Run the layers, with ``grad`` in a graph that begins at detached inputs; ``preserve``
-        their values."""
-        tensors: Sequence[torch.Tensor] = inputs.tensors
-        before = None
-        if preserve and self._overwrites_input is not False:
-            with torch.inference_mode(False):  # Whose tensors have no versions.
-                tensors = [copy_of(tensor) for tensor in tensors]
-            before = versions(tensors)
+    def _enter(
+        self, tensors: Sequence[torch.Tensor], wants_grad: Sequence[bool]
+    ) -> tuple[list[Leaf | None], list[torch.Tensor]]:
+        """The beginnings of a graph at ``tensors``, and what the layers get in their place."""
         leaves: list[Leaf | None] = []
-        args = tensors
-        with torch.enable_grad() if grad else torch.no_grad():
-            if grad:
-                args = []
-                for tensor, wants in zip(tensors, inputs.wants_grad, strict=True):
-                    leaf = Leaf(tensor, self._note_foreign_backward) if wants else None
-                    leaves.append(leaf)
-                    if leaf is None:
-                        args.append(tensor)
-                    elif self._needs_entry:
-                        args.append(StageInput.apply(leaf.tensor))
-                    else:
-                        args.append(leaf.tensor)
-            outputs, structure, sent = self._call(inputs, args, randomness)
-        if before is not None:
-            self._overwrites_input = versions(tensors) != before
-        roots = [_root(tensor) for tensor in outputs] if grad else []
-        wants_grad = tuple([root is not None for root in roots]) or (False,) * len(outputs)
-        tape = Tape(
-            leaves, roots, received=inputs.skips, sent=sent, outputs=len(outputs) - len(sent)
-        )
-        return Activation(outputs, wants_grad, structure, sent), tape
+        args = []
+        for tensor, wants in zip(tensors, wants_grad, strict=True):
+            leaf = Leaf(tensor, self._note_foreign_backward) if wants else None
+            leaves.append(leaf)
+            if leaf is not None:
+                tensor = StageInput.apply(leaf.tensor) if self._needs_entry else leaf.tensor
+            args.append(tensor)
+        return leaves, args
 
-    def _call(
-        self, inputs: Activation, tensors: Sequence[torch.Tensor], randomness: Randomness
-    ) -> tuple[tuple[torch.Tensor, ...], Structure, tuple[Key, ...]]:
-        """Run the layers on ``tensors`` instead of ``inputs.tensors``; returns those of the result
-        and of the skips, the result's structure, and the skips' keys."""
-        n = len(tensors) - len(inputs.skips)
-        value = inputs.structure.build(tensors[:n])
-        given = dict(zip(inputs.skips, tensors[n:], strict=True))
-        carrying: AbstractContextManager[dict[Key, Any]] = nullcontext({})
-        if self._has_skips:
-            carrying = carried(dict.fromkeys(self.received_skips) | given)
-        with carrying as skips:
-            for index, stage in self.stages:
-                with randomness(index):
-                    if isinstance(value, Arguments):
-                        first, *rest = layers(stage)  # children() lists a repeated layer only once.
-                        value = first(*value.args, **value.kwargs)
-                        for layer in rest:
-                            value = layer(value)
-                    else:
-                        value = stage(value)
-                result, structure = flatten(value, f"the output of stage {index}")
-        stashed = {key: skips[key] for key in self.sent_skips}
-        sent = {key: tensor for key, tensor in stashed.items() if tensor is not None}
-        return (*result, *sent.values()), structure, tuple(sent)
+
+def _spread(stage: nn.Sequential, value: Arguments) -> Any:
+    """``stage`` of several arguments."""
+    first, *rest = layers(stage)  # children() lists a repeated layer only once.
+    result = first(*value.args, **value.kwargs)
+    for layer in rest:
+        result = layer(result)
+    return result

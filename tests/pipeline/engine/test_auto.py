@@ -128,7 +128,7 @@ NO_SPLIT = ": threads (execution='split' asks for it, but no backward here"
         (linears, {"chunks": 1}, "a single stage or micro-batch"),
         (lambda: [nn.Linear(4, 4)] * 2, {}, "inline (stages share a layer)"),
         (with_collectives, {}, "inline (layers call collectives"),
-        (recurrent, {}, "a recurrent layer"),
+        (recurrent, {}, "layers draw random numbers that lanes"),
         (checkpointed, {}, "layers draw random numbers that lanes"),
     ],
 )

@@ -11,8 +11,8 @@ from support.pipes import Pipe, pipe_of
 from torch import nn
 from torch.nn import functional as F
 
-from pipekernels.pipeline.engine import step
 from pipekernels.pipeline.schedule.program import SCHEDULES
+from pipekernels.pipeline.stage.parameters import Parameters
 
 OPTIONS: dict[str, dict[str, Any]] = {name: {"schedule": name} for name in SCHEDULES}
 OPTIONS["interleaved"]["lanes"] = 2
@@ -67,14 +67,14 @@ def test_accumulates_into_grad_and_calls_hooks_once(place: torch.device) -> None
 
 
 def test_gradients_are_not_copied(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    accumulated, made = step.accumulated, []
+    accumulated, made = Parameters.accumulated, []
 
-    def noted(*args: Any) -> Any:
-        grads = accumulated(*args)
+    def noted(self: Parameters) -> Any:
+        grads = accumulated(self)
         made.extend(grad.data_ptr() for grad in grads)
         return grads
 
-    monkeypatch.setattr(step, "accumulated", noted)
+    monkeypatch.setattr(Parameters, "accumulated", noted)
     module = model()
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     by_twos(module).train_step(x, y, F.mse_loss)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipekernels.pipeline.stage import random_state
-from pipekernels.pipeline.stage.random_state import LaneRandom, draws, task_seed
+from pipekernels.pipeline.stage.random_state import LaneRandom, Observed, draws, task_seed
 
 
 class Noisy(nn.Module):
@@ -53,7 +53,7 @@ def results(pipe: Pipe, seed: int) -> list[torch.Tensor]:
 def needs_one_thread(pipe: Pipe) -> bool:
     """Whether the pipe has found random numbers that depend on the order of threads."""
     stages = pipe._engine.stages
-    return stages.traits.draw_hidden_dropout() or stages.observed.needs_one_thread()
+    return stages.observed.needs_one_thread()
 
 
 def test_checkpointing_does_not_change_the_masks(place: torch.device) -> None:
@@ -111,18 +111,18 @@ def recurrent(dropout: float) -> nn.Sequential:
     return nn.Sequential(lstm, FunctionLayer(lambda y: y[0]))
 
 
-@pytest.mark.parametrize("begins", ["at once", "in training mode", "with a probability"])
+@pytest.mark.parametrize("begins", ["at once", "in training mode"])
 def test_randomness_inside_cpp_stays_on_one_thread(begins: str) -> None:
     """An LSTM draws its dropout masks in C++, where lanes cannot intercept it."""
     torch.manual_seed(0)
-    layers = [recurrent(0.0 if begins == "with a probability" else 0.5) for _ in range(2)]
+    layers = [recurrent(0.5) for _ in range(2)]
     pipe = on_cpus(nn.Sequential(*layers), [1, 1], chunks=2)
     if begins != "at once":
-        pipe.train(begins == "with a probability")
+        pipe.eval()
         pipe(torch.ones(4, 3, 6))
         assert not needs_one_thread(pipe)
         for layer in layers:
-            layer[0].train().dropout = 0.5
+            layer[0].train()
     torch.manual_seed(1)
     first = pipe(torch.ones(4, 3, 6))
     assert needs_one_thread(pipe)
@@ -190,7 +190,7 @@ def test_visible_randomness_may_use_lanes() -> None:
 
 
 def test_a_task_continues_its_stream_between_calls_and_seeds_differ() -> None:
-    with LaneRandom(123):
+    with LaneRandom(Observed(), 123):
         two = torch.rand(2), torch.rand(2)
     torch.manual_seed(123)
     assert torch.equal(torch.cat(two), torch.cat([torch.rand(2), torch.rand(2)]))

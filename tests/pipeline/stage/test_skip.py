@@ -34,13 +34,13 @@ def test_a_skip_does_not_pass_the_stages_in_between() -> None:
     layers = nn.Sequential(stashing(), Middle(), Pop())
     pipe = on_cpus(layers, [1, 1, 1], chunks=2, execution="threads")
     task = pipe._engine.stages.tasks[1]
-    call = task._call
+    forward = task.forward
 
-    def record_tensors(inputs, tensors, randomness):
-        seen.append(len(tensors))
-        return call(inputs, tensors, randomness)
+    def record_tensors(inputs, *args, **kwargs):
+        seen.append(len(inputs.tensors))
+        return forward(inputs, *args, **kwargs)
 
-    task._call = record_tensors
+    task.forward = record_tensors
     pipe(torch.randn(4, 5)).sum().backward()
     assert set(seen) == {1}
 

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipekernels.device import edge, p2p, streams
-from pipekernels.pipeline.stage import random_state
+from pipekernels.pipeline.engine import stages
 from support.cuda.recorded_edge import RecordedEdge, RecordedTicket
 
 p2p_copy = importlib.import_module("pipekernels.local_ops.p2p_copy")
@@ -430,7 +430,7 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
         patch.setattr(edge, "pinned_like", made.pinned_like)
         patch.setattr(edge, "SLOT_BYTES", 96)
         patch.setattr(torch.autograd, "_engine_run_backward", run_backward)
-        patch.setattr(random_state, "_generators", lambda devices: [torch.default_generator])
+        patch.setattr(stages, "generators_of", lambda devices: [torch.default_generator])
         stack.enter_context(_Functions(made))
         stack.enter_context(_Operations(made))
         yield made
