@@ -1,6 +1,7 @@
 """Pipes with features of torch around and inside them: DDP, autocast, hooks, modes."""
 
 import copy
+from collections.abc import Callable
 import gc
 import threading
 import weakref
@@ -172,11 +173,10 @@ def test_a_layer_that_replaces_parameter_data_and_reads_its_attributes(execution
     assert_same_gradients(module, reference)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_parameters_frozen_in_the_forward(checkpoint: str, place: torch.device) -> None:
+def test_parameters_frozen_in_the_forward(place: torch.device) -> None:
     module = mlp().to(place)
     reference = copy.deepcopy(module)
-    pipe = Pipe(module, [2, 2], devices=[place] * 2, chunks=2, checkpoint=checkpoint)
+    pipe = Pipe(module, [2, 2], devices=[place] * 2, chunks=2, checkpoint="never")
     x = torch.randn(6, 4, dtype=torch.float64)
     inputs = []
     for model in (pipe, reference):
@@ -194,15 +194,39 @@ def test_parameters_frozen_in_the_forward(checkpoint: str, place: torch.device) 
     assert all(p.requires_grad for p in pipe.parameters())
 
 
-def test_a_parameter_replaced_before_the_backward(execution: str) -> None:
-    module = mlp()
-    pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
-    loss, old, bias = pipe(torch.randn(6, 4).double()).sum(), module[0].weight, torch.ones(6)
-    module[0].weight = new = nn.Parameter(torch.zeros_like(old))
-    module[0].bias.data = bias.double()
-    loss.backward()
-    assert module[0].weight is new and new.grad is None and old.grad is not None
-    assert torch.equal(module[0].bias, bias.double())
+def other_parameters(pipe: Pipe, x: torch.Tensor) -> torch.Tensor:
+    average = {name: p.detach() / 2 for name, p in pipe.named_parameters()}
+    return torch.func.functional_call(pipe, average, (x,))
+
+
+def frozen(pipe: Pipe, x: torch.Tensor) -> torch.Tensor:
+    output = pipe.requires_grad_(False)(x)
+    pipe.requires_grad_(True)
+    return output
+
+
+def replaced(pipe: Pipe, x: torch.Tensor) -> torch.Tensor:
+    output = pipe(x)
+    pipe[0].weight = nn.Parameter(torch.zeros_like(pipe[0].weight))
+    return output
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (other_parameters, "which parameters they have, were changed"),
+        (frozen, "differs from that of its forward"),
+        (replaced, "which parameters they have, were changed"),
+    ],
+)
+def test_other_parameters_in_a_recomputation(
+    forward: Callable[..., torch.Tensor], message: str, execution: str
+) -> None:
+    pipe = Pipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    loss = forward(pipe, torch.randn(6, 4, dtype=torch.float64, requires_grad=True)).sum()
+    with pytest.raises(RuntimeError, match=message):
+        loss.backward()
+    assert all(p.grad is None for p in pipe.parameters())
 
 
 class Tied(nn.Module):

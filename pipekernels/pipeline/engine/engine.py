@@ -69,7 +69,6 @@ class Engine:
     ) -> None:
         self.stages = Stages(partitions, devices)
         self._executions = Executions(self.stages, execution)
-        self._timeline: Timeline | None = None
         # Held during each forward and each backward: both install the aliases and take the
         # gradients that those accumulate.
         self.lock = threading.RLock()
@@ -139,17 +138,11 @@ class Engine:
     @contextmanager
     def recorded_by(self, timeline: Timeline) -> Iterator[Timeline]:
         """Record the body with ``timeline`` instead of an enclosing timeline."""
-        outer, self._timeline = self._timeline, timeline
-        if outer is not None:
-            outer.is_recording = False
-        timeline.is_recording = True
+        outer, self.stages.timeline = self.stages.timeline, timeline
         try:
             yield timeline
         finally:
-            timeline.is_recording = False
-            if outer is not None:
-                outer.is_recording = True
-            self._timeline = outer
+            self.stages.timeline = outer
 
     @contextmanager
     def _as_running(self) -> Iterator[None]:
@@ -204,7 +197,7 @@ class Engine:
             recomputed=sum(recomputed),
             trains=trains,
         )
-        fuses = self._timeline is None and not is_profiler_enabled()
+        fuses = stages.timeline is None and not is_profiler_enabled()
         plan, record = self._executions.choose(signature, fuses=fuses)
         if not grad:
             self._spare.append(parameters)
@@ -214,7 +207,6 @@ class Engine:
             inputs=inputs,
             parameters=parameters if grad else None,
             recomputed=recomputed,
-            timeline=self._timeline,
             record=record,
         )
 

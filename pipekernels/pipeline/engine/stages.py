@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipekernels.device.streams import has_streams
+from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
 from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT
 from pipekernels.pipeline.stage.parameters import Parameters
@@ -34,9 +35,9 @@ class Stages:
     Attributes:
         modules, devices: the layers and the device of each stage.
         traits: of the layers.
-        observed, changing_buffers: what mini-batches have found out: about what layers do, and the
-            ids of buffers that they change in their forwards.
+        observed: what mini-batches have found out about what layers do.
         generators: the default generators of the devices.
+        timeline: records the actions of mini-batches, if it is not None.
         skips: the routes of skips between stages.
         tasks: one per stage.
         fused: all stages as one task, or None if they must not be fused.
@@ -58,8 +59,8 @@ class Stages:
             index for index, device in enumerate(devices) if not has_streams(device)
         )
         self.observed = Observed()
-        self.changing_buffers: set[int] = set()
         self.generators = generators_of(devices)
+        self.timeline: Timeline | None = None
         self.traits = self.inspect_layers()
 
     def inspect_layers(self) -> LayerTraits:

@@ -20,7 +20,6 @@ from pipekernels.pipeline.engine.skip_table import SkipTable
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.engine.transport import Receiver, Transport
 from pipekernels.pipeline.schedule.program import Action, Program
-from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.checkpoint import checkpointing
 from pipekernels.pipeline.stage.context import CallerContext
 from pipekernels.pipeline.stage.error_notes import note_backward, note_layer
@@ -48,7 +47,6 @@ class Step:
         inputs: one per micro-batch.
         parameters: the stages', None if no backward can follow.
         recomputed: which micro-batches keep only their inputs and are recomputed in the backward.
-        timeline: records the actions, if there is one.
         record: called with the seconds that the mini-batch took, when it has ended.
     """
 
@@ -60,7 +58,6 @@ class Step:
         inputs: Inputs,
         parameters: Parameters | None,
         recomputed: Sequence[bool],
-        timeline: Timeline | None,
         record: Callable[[float], object] | None,
     ) -> None:
         self.stages = stages
@@ -76,7 +73,6 @@ class Step:
             parameters is not None and any(parameters.trainable[i] for i, _ in task.stages)
             for task in self._tasks
         ]
-        self._timeline = timeline
         self._record = record
         self._seconds = 0.0
         self._sink: Sink = self.outputs
@@ -215,9 +211,9 @@ class Step:
     def _observed(self, program: Program, compute: Compute) -> Iterator[Compute]:
         """Yield ``compute``, recorded by the timeline and the profiler, for the body, which runs
         ``program``; time the body."""
-        timeline = self._timeline
         recorded: AbstractContextManager[Compute] = nullcontext(compute)
-        if timeline is not None and timeline.is_recording:
+        timeline = self.stages.timeline
+        if timeline is not None and not self._plan.is_fused:
             clocks = {task.device: self._transport.clock(task.device) for task in self._tasks}
             clock_of = [clocks[task.device] for task in self._tasks].__getitem__
             recorded = timeline.recorded(compute, program, clock_of)
@@ -315,7 +311,7 @@ class Step:
             tape.keep_only(inputs)
         if buffers:
             earlier = [tape.buffers for tape in self._tapes[stage] if tape is not None]
-            drop_unchanged_copies(buffers, self.stages.changing_buffers, earlier)
+            drop_unchanged_copies(buffers, earlier)
             if recomputed:
                 tape.buffers = buffers
         if grad:

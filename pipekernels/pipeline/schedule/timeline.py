@@ -95,8 +95,8 @@ class Phase:
 
 
 class Timeline:
-    """Records the forwards of a pipe in ``with pipe.timeline() as timeline:``, and their backwards
-    there.
+    """Records the forwards and backwards of a pipe in ``with pipe.timeline() as timeline:``, but
+    no backward of a forward outside of it that has run all stages as one.
 
     For stages on CUDA devices it records the device's time, not the time of issue; the thread waits
     for the devices before and after each forward and backward. Copies between devices are not
@@ -104,12 +104,10 @@ class Timeline:
 
     Attributes:
         phases: what was recorded.
-        is_recording: whether the body of that ``with`` runs, outside the body of an inner one.
     """
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
-        self.is_recording = False
 
     @contextmanager
     def recorded(

@@ -178,16 +178,18 @@ class Audit(HookWatch):
         super().__init__(observed)
         self._backward = backward
         self._state = torch.default_generator.get_state()
-        self._setters = _replaced_setters(self._set)
 
     def __enter__(self) -> Any:
-        self._setters.__enter__()
+        _audits.append(self)
+        torch.random.default_generator = _WatchedGenerator()  # type: ignore[assignment]
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._setters.__exit__(None, None, None)
-        self._check()
+        _audits.remove(self)
+        if not _audits:
+            torch.random.default_generator = torch.default_generator
+        self.check()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -195,63 +197,41 @@ class Audit(HookWatch):
             return super().__torch_function__(func, types, args, kwargs)
         self.observed.draws = True
         self.observed.hidden |= self._backward or kwargs.get("generator") is not None
-        self._check()
+        self.check()
         result = func(*args, **kwargs)
         self._state = torch.default_generator.get_state()
         return result
 
-    def _set(self, setter: Callable[..., Any], *args: Any) -> Any:
-        """Call ``setter`` of the generator, after a check of what it undoes."""
-        self._check()
-        self.observed.sets = True
-        result = setter(*args)
-        self._state = torch.default_generator.get_state()
-        return result
-
-    def _check(self) -> None:
+    def check(self) -> None:
         """Note numbers drawn where this mode has not seen it."""
         now = torch.default_generator.get_state()
         self.observed.hidden |= not torch.equal(self._state, now)
 
+    def note_set(self) -> None:
+        """Note that the generator's state has been set."""
+        self.observed.sets = True
+        self._state = torch.default_generator.get_state()
 
-class _Setters(threading.local):
-    """What a thread calls in place of each method that sets the default generator's state."""
 
-    stand_in: Callable[..., Any] | None = None
+_audits: list[Audit] = []  # Those that run, of any thread.
 
 
 class _WatchedGenerator:
-    """Stands for the default generator in the functions of ``torch.random``."""
+    """Stands for the default generator in the functions of ``torch.random`` while audits run, which
+    cannot see that they set its state."""
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(torch.default_generator, name)
-        if _setters.stand_in is None or name not in ("set_state", "manual_seed", "seed"):
-            return method
-        return partial(_setters.stand_in, method)
+        return partial(_set, method) if name in ("set_state", "manual_seed", "seed") else method
 
 
-_setters = _Setters()
-_watching = 0  # Number of bodies of `_replaced_setters` that run.
-
-
-@contextmanager
-def _replaced_setters(stand_in: Callable[..., Any]) -> Iterator[None]:
-    """Have functions of ``torch.random`` call ``stand_in(setter, *args)`` in place of methods that
-    set the default generator's state, on this thread in the body."""
-    global _watching
-    before = _setters.stand_in
-    with _generator_lock:
-        _watching += 1
-        torch.random.default_generator = _WatchedGenerator()  # type: ignore[assignment]
-    _setters.stand_in = stand_in
-    try:
-        yield
-    finally:
-        _setters.stand_in = before
-        with _generator_lock:
-            _watching -= 1
-            if not _watching:
-                torch.random.default_generator = torch.default_generator
+def _set(setter: Callable[..., Any], *args: Any) -> Any:
+    for audit in tuple(_audits):
+        audit.check()  # Of what `setter` undoes.
+    result = setter(*args)
+    for audit in tuple(_audits):
+        audit.note_set()
+    return result
 
 
 class Seeds:

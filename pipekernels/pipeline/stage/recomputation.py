@@ -26,12 +26,11 @@ class BufferSnapshot:
     """A copy, or None if the buffer itself still has the value."""
 
 
-Entry = tuple[dict[str, Any], str, torch.Tensor]
-"""A buffer: the ``_buffers`` of its layer, its name there, and itself."""
-
-
-def _without_grad(layers: Sequence[nn.Module]) -> Iterator[Entry]:
-    """The buffers that require no gradient: graphs must use the others themselves, not copies."""
+def _without_grad(
+    layers: Sequence[nn.Module],
+) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """The buffers that require no gradient, as (``_buffers`` of the layer, name there, buffer):
+    graphs must use the others themselves, not copies."""
     for layer in layers:
         for name, buffer in layer._buffers.items():
             if buffer is not None and not buffer.requires_grad:
@@ -47,22 +46,18 @@ def snapshot_buffers(layers: Sequence[nn.Module]) -> list[BufferSnapshot]:
 
 
 def drop_unchanged_copies(
-    found: Sequence[BufferSnapshot], changing: set[int], earlier: Sequence[Sequence[BufferSnapshot]]
+    found: Sequence[BufferSnapshot], earlier: Sequence[Sequence[BufferSnapshot]]
 ) -> None:
-    """Drop the copies of buffers that forwards do not change from ``found``, those before a forward
-    that has ended. ``changing`` gets the ids of buffers that forwards change; it is kept across
-    mini-batches, as a layer that replays a CUDA graph changes no version counter. Entries in
-    ``earlier``, of earlier micro-batches, get their copy back if this forward was the first to
+    """Drop the copies of buffers that a forward has not changed from ``found``, those before it.
+    Entries in ``earlier``, of earlier micro-batches, get their copy back if it was the first to
     change their buffer."""
     for entry in found:
-        if versions([entry.buffer]) != [entry.version] and id(entry.buffer) not in changing:
-            changing.add(id(entry.buffer))
-            for other in (other for entries in earlier for other in entries):
-                if other.buffer is entry.buffer and other.version == entry.version:
-                    other.value = entry.value
-    for entry in found:
-        if id(entry.buffer) not in changing:
+        if versions([entry.buffer]) == [entry.version]:
             entry.value = None
+            continue
+        for other in (other for entries in earlier for other in entries):
+            if other.buffer is entry.buffer and other.version == entry.version:
+                other.value = entry.value
 
 
 @contextmanager
@@ -71,22 +66,18 @@ def buffers_of_forward(
 ) -> Iterator[None]:
     """In the body, a recomputation, give ``layers`` copies of their buffers, with the values that
     ``found`` has of before the forward: that has already updated the buffers."""
-    # The values are also written to the buffers' own memory, which a layer's CUDA graph may read,
-    # through .data, which changes no version counter: graphs of other micro-batches may have saved
-    # the buffers, which have their values back when the body ends.
-    changed = [(e.buffer.data, e.value, e.buffer.clone()) for e in found if e.value is not None]
-    entries = [*_without_grad(layers), *((e.owner, e.name, e.buffer) for e in found)]
-    buffers = {(id(owner), name): (owner, name, b) for owner, name, b in entries if name in owner}
-    former = [(owner, name, owner[name]) for owner, name, _ in buffers.values()]
+    given = {(id(o), name): (o, name, buffer, buffer) for o, name, buffer in _without_grad(layers)}
+    for entry in found:
+        owner, name, buffer = entry.owner, entry.name, entry.buffer
+        if name in owner:
+            value = buffer if entry.value is None else entry.value
+            given[id(owner), name] = owner, name, buffer, value
+    former = [(owner, name, owner[name]) for owner, name, _, _ in given.values()]
+    copies: dict[int, torch.Tensor] = {}  # Layers may share buffers.
     try:
-        for data, value, _ in changed:
-            data.copy_(value)
-        copies: dict[int, torch.Tensor] = {}  # Layers may share buffers.
-        for owner, name, buffer in buffers.values():
-            owner[name] = copies.setdefault(id(buffer), buffer.clone())
+        for owner, name, buffer, value in given.values():
+            owner[name] = copies.setdefault(id(buffer), value.clone())
         yield
     finally:
         for owner, name, buffer in former:
             owner[name] = buffer
-        for data, _, now in changed:
-            data.copy_(now)

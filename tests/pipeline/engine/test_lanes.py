@@ -273,15 +273,15 @@ def test_lanes_share_the_intra_op_threads(chunks: int, share: int, execution: st
 
 
 def test_ctrl_c_while_work_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    submit, calls = lanes._Worker.submit, []
+    submit, calls = lanes._executor.submit, []
 
-    def interrupted(self: lanes._Worker, *args: Any) -> None:
+    def interrupted(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        submit(self, *args)
+        return submit(*args)
 
-    monkeypatch.setattr(lanes._Worker, "submit", interrupted)
+    monkeypatch.setattr(lanes._executor, "submit", interrupted)
     pipe = pipe_of(*(nn.Linear(2, 2) for _ in range(3)), execution="threads")
     caught: list[BaseException] = []
 
