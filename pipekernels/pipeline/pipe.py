@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pipekernels._arguments import integer, whole
-from pipekernels._torch_private import disable_dynamo
+from pipekernels._torch_private import disable_dynamo, in_forward_mode
 from pipekernels.balance.cuts import solve
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.transforms import deny_tangents
@@ -273,7 +273,8 @@ class Pipe(nn.Module):
                 "a new pipe"
             )
         tensors, structure = flatten(value, "input", chunks=self.chunks)
-        deny_tangents("a Pipe", chain(tensors, self.parameters()))
+        if in_forward_mode():
+            deny_tangents("a Pipe", chain(tensors, self.parameters()))
         return Batch(tensors, structure, self.chunks, self.batch_dim)
 
     def timeline(self) -> AbstractContextManager[Timeline]:

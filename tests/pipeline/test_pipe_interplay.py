@@ -1,10 +1,10 @@
 """Pipes with features of torch around and inside them: DDP, autocast, hooks, modes."""
 
 import copy
-from collections.abc import Callable
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from itertools import product
 
 import pytest

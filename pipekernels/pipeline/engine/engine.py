@@ -31,7 +31,6 @@ from pipekernels.pipeline.engine.step import Step
 from pipekernels.pipeline.schedule.program import GPIPE, Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.batchnorm import committed
-from pipekernels.pipeline.stage.checkpoint import checkpointed
 from pipekernels.pipeline.stage.parameters import Parameters
 from pipekernels.pipeline.values.micro_batch import Batch
 
@@ -187,14 +186,14 @@ class Engine:
         if count < batch.chunks:
             message = "an input of %d rows makes %d micro-batches, fewer than chunks=%d"
             info_once(_log, message, inputs.rows, count, batch.chunks)
-        recomputed = checkpointed(checkpoint if grad else "never", count)
+        dropped = count - (checkpoint == "except_last") if grad and checkpoint != "never" else 0
         signature = Signature(
             schedule,
             micro_batches=count,
             size_bits=inputs.elements.bit_length(),
             grad=grad,
             training=stages.traits.training,
-            recomputed=sum(recomputed),
+            recomputed=dropped,
             trains=trains,
         )
         fuses = stages.timeline is None and not is_profiler_enabled()
@@ -206,7 +205,7 @@ class Engine:
             stages=stages,
             inputs=inputs,
             parameters=parameters if grad else None,
-            recomputed=recomputed,
+            dropped=dropped,
             record=record,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -74,7 +75,8 @@ class Plan:
         if self._waits is not None:
             order = order_of_issue(program, self._waits)
         results: dict[Action, Any] = {}
-        with lanes.intra_op_threads(self._threads):
+        same = torch.get_num_threads() == self._threads
+        with nullcontext() if same else lanes.intra_op_threads(self._threads):
             for action in order:
                 result = compute(action, results.pop(action, None))
                 receiver = program.receivers.get(action)

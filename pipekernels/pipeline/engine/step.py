@@ -20,12 +20,13 @@ from pipekernels.pipeline.engine.skip_table import SkipTable
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.engine.transport import Receiver, Transport
 from pipekernels.pipeline.schedule.program import Action, Program
-from pipekernels.pipeline.stage.checkpoint import checkpointing
+from pipekernels.pipeline.stage.checkpoint import checkpointing, during
 from pipekernels.pipeline.stage.context import CallerContext
 from pipekernels.pipeline.stage.error_notes import note_backward, note_layer
 from pipekernels.pipeline.stage.parameters import Parameters
 from pipekernels.pipeline.stage.random_state import preserved
 from pipekernels.pipeline.stage.recomputation import drop_unchanged_copies, snapshot_buffers
+from pipekernels.pipeline.stage.skip import SkipRoutes
 from pipekernels.pipeline.stage.split_backward import WeightBackward
 from pipekernels.pipeline.stage.task import Activation, Grads, Tape, Task
 from pipekernels.pipeline.values.micro_batch import copy_if_aliased
@@ -36,6 +37,7 @@ Compute = Callable[[Action, Any], Any]
 
 _AT_ONCE = Program([[Action("B", 0, 0)]])
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_NO_SKIPS = SkipTable(SkipRoutes([]), [])
 
 
 class Step:
@@ -46,7 +48,8 @@ class Step:
         stages: what they run.
         inputs: one per micro-batch.
         parameters: the stages', None if no backward can follow.
-        recomputed: which micro-batches keep only their inputs and are recomputed in the backward.
+        dropped: how many micro-batches, from the first, keep only their inputs and are recomputed
+            in the backward.
         record: called with the seconds that the mini-batch took, when it has ended.
     """
 
@@ -57,7 +60,7 @@ class Step:
         stages: Stages,
         inputs: Inputs,
         parameters: Parameters | None,
-        recomputed: Sequence[bool],
+        dropped: int,
         record: Callable[[float], object] | None,
     ) -> None:
         self.stages = stages
@@ -67,8 +70,7 @@ class Step:
         self.outputs = Outputs(inputs.sizes, inputs.dim)
         self._plan = plan
         self._tasks = plan.tasks
-        self._recomputed = recomputed
-        self._recomputes = any(recomputed)
+        self._dropped = dropped
         self._trainable = [
             parameters is not None and any(parameters.trainable[i] for i, _ in task.stages)
             for task in self._tasks
@@ -84,7 +86,9 @@ class Step:
         self._tapes: list[list[Tape | None]] = [[None] * len(inputs.sizes) for _ in self._tasks]
         # Versions of the inputs of each (stage, micro-batch) to be recomputed.
         self._versions: dict[tuple[int, int], list[int]] = {}
-        self._skips = SkipTable(stages.skips, stages.devices)
+        self._skips = (
+            SkipTable(stages.skips, stages.devices) if stages.skips.receiver else _NO_SKIPS
+        )
         # By (stage, micro-batch): the devices that its inputs were copied from, if on another one
         # than the stage's. Their gradients are copied back there.
         self._source_devices: dict[tuple[int, int], list[torch.device]] = {}
@@ -107,7 +111,7 @@ class Step:
         return (
             not others
             and len(self.inputs.sizes) == 1
-            and not self._recomputes
+            and not self._dropped
             and self._plan.is_fused
             and task.overwrites_input is False
             and all(tensor.device == device for tensor in given)
@@ -136,12 +140,12 @@ class Step:
             cast_cache(False),
             self._observed(self._plan.program.forwards, self._forward) as compute,
         ):
-            if self._recomputes:
+            if self._dropped:
                 self._context = CallerContext()
             self._plan.run(self._plan.program.forwards, compute)
         if parameters is None:
             self._note_seconds()
-        elif self._recomputes:
+        elif self._dropped:
             self._parameter_versions = parameters.versions()
         whole = self.outputs.take()
         return whole if len(self.inputs.sizes) > 1 else copy_if_aliased(whole, given)
@@ -167,13 +171,13 @@ class Step:
         self._keep_graph = keep_graph
         compute: Compute = self._backward
         program = self._plan.program.backwards
-        if self._plan.is_fused and not self._recomputes:
+        if self._plan.is_fused and not self._dropped:
             compute, program = self._backward_at_once, _AT_ONCE
         self.outputs.give(grads)
         with (
             self._phase(),
             self._accumulating() as results,
-            self._restored() if self._recomputes else _NOTHING,
+            self._restored() if self._dropped else _NOTHING,
             self._observed(program, compute) as observed,
         ):
             self._plan.run(program, observed)
@@ -290,29 +294,29 @@ class Step:
         """Run a stage on the previous stage's outputs, None for the first; returns its own, which
         the sink receives from the last one. Leaves its tape."""
         _, stage, m = action
-        task, recomputed = self._tasks[stage], self._recomputed[m]
+        task, dropped = self._tasks[stage], m < self._dropped
         if inputs is None:
             inputs = self._send(self.inputs.take(m), stage, m)
         if task.received_skips:
             inputs = inputs.with_skips(self._skips.take(task.received_skips, m))
         if self._transport.arrivals:
             self._transport.receive(Receiver(stage, m))
-        if recomputed:
+        if dropped:
             self._versions[stage, m] = inputs.versions()
-        buffers = snapshot_buffers(task.layers) if self._recomputes else []
+        buffers = snapshot_buffers(task.layers) if self._dropped else []
         grad = self._trainable[stage] or (self.parameters is not None and any(inputs.wants_grad))
         try:
-            with checkpointing() if recomputed else _NOTHING:
-                outputs, tape = task.forward(inputs, self.seeds, m, grad=grad, preserve=recomputed)
+            with during(checkpointing) if dropped else _NOTHING:
+                outputs, tape = task.forward(inputs, self.seeds, m, grad=grad, preserve=dropped)
         except Exception as error:
             note_layer(error, task.stages, m, "forward")
             raise
-        if recomputed and grad:
+        if dropped and grad:
             tape.keep_only(inputs)
         if buffers:
             earlier = [tape.buffers for tape in self._tapes[stage] if tape is not None]
             drop_unchanged_copies(buffers, earlier)
-            if recomputed:
+            if dropped:
                 tape.buffers = buffers
         if grad:
             self._tapes[stage][m] = tape

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipekernels._torch_private import is_node_of_python, run_backward
-from pipekernels.pipeline.stage import checkpoint
+from pipekernels.pipeline.stage.checkpoint import during, recomputing
 from pipekernels.pipeline.stage.entry import Leaf, StageInput, copy_of
 from pipekernels.pipeline.stage.error_notes import name_of
 from pipekernels.pipeline.stage.parameters import versions
@@ -261,7 +261,7 @@ class Task:
         keep their values: the previous stage's inputs may share memory with these, and another
         recomputation may follow. RuntimeError if the graph is not that of the forward."""
         assert tape.inputs is not None
-        with checkpoint.recomputing(), buffers_of_forward(self.layers, tape.buffers):
+        with during(recomputing), buffers_of_forward(self.layers, tape.buffers):
             _, recomputed = self.forward(tape.inputs, seeds, m, grad=True, preserve=True)
         again = recomputed.kinds()
         if again != tape.nodes:
