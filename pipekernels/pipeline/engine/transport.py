@@ -22,7 +22,7 @@ from pipekernels.device import streams
 from pipekernels.device.edge import Arrival, Edge, edge, settle_all
 from pipekernels.device.profiling import in_profile
 from pipekernels.device.streams import Stream
-from pipekernels.pipeline.schedule.timeline import Clock, HostClock, StreamClock
+from pipekernels.pipeline.schedule.timeline import Clock, StreamClock
 
 
 class Receiver(NamedTuple):
@@ -54,7 +54,7 @@ class Transport:
     def clock(self, device: torch.device) -> Clock:
         """A clock for the work of stages on ``device``."""
         stream: Any = self._streams.get(device)
-        return HostClock() if stream is None else StreamClock(stream)
+        return Clock() if stream is None else StreamClock(stream)
 
     @contextmanager
     def phase(self) -> Iterator[None]:

@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import islice, pairwise
+from itertools import pairwise, zip_longest
 from typing import Literal, NamedTuple
 
 from pipekernels._arguments import integer
 
 ActionKind = Literal["F", "B", "I", "W"]
+_GOING_UP: tuple[ActionKind, ...] = ("B", "I")
 
 
 class Action(NamedTuple):
@@ -29,53 +30,42 @@ class Action(NamedTuple):
     @property
     def goes_up(self) -> bool:
         """Whether its result goes from the last stage towards the first."""
-        return self.kind in ("B", "I")
+        return self.kind in _GOING_UP
 
 
 class Program:
     """The actions of each lane, in order. A stage belongs to one lane."""
 
-    def __init__(self, lanes: Sequence[Sequence[Action]]) -> None:
+    def __init__(self, lanes: Iterable[Iterable[Action]]) -> None:
         self.lanes = tuple(tuple(lane) for lane in lanes)
         self.stages = 1 + max((a.stage for lane in self.lanes for a in lane), default=-1)
 
     def before(self, action: Action) -> int | None:
         """The stage whose result ``action`` receives, or None."""
-        if action.kind == "W":
-            return None
-        stage = action.stage + (-1 if action.kind == "F" else 1)
-        return stage if 0 <= stage < self.stages else None
+        return self._neighbour(action, -1)
 
     def after(self, action: Action) -> int | None:
         """The stage that receives the result of ``action``, or None."""
-        if action.kind == "W":
-            return None
-        stage = action.stage + (1 if action.kind == "F" else -1)
-        return stage if 0 <= stage < self.stages else None
+        return self._neighbour(action, 1)
+
+    def _neighbour(self, action: Action, step: int) -> int | None:
+        stage = action.stage + (-step if action.goes_up else step)
+        return stage if 0 <= stage < self.stages and action.kind != "W" else None
 
     @cached_property
-    def receivers(self) -> dict[Action, Action]:
-        """The action that gets each one's result, if one does."""
-        return {
-            action: receiver
-            for receiver in self.needs
-            for action in self.needs[receiver]
-            if action.stage != receiver.stage
-        }
-
-    @cached_property
-    def needs(self) -> dict[Action, list[Action]]:
+    def needs(self) -> dict[Action, set[Action]]:
         """The actions that must be done before each one: that of :meth:`before`, and for a backward
         its forward or first part. Forwards are not needed by backwards alone."""
-        needs: dict[Action, list[Action]] = {a: [] for lane in self.lanes for a in lane}
+        needs: dict[Action, set[Action]] = {a: set() for lane in self.lanes for a in lane}
         for action, found in needs.items():
             kind, stage, m = action
-            before = self.before(action)
-            kinds: tuple[ActionKind, ...] = ("F",) if kind == "F" else ("B", "I")
-            wanted = [Action(k, before, m) for k in kinds] if before is not None else []
-            if kind != "F":
-                wanted.append(Action("I" if kind == "W" else "F", stage, m))
-            found += [need for need in wanted if need in needs]
+            if kind == "F":
+                wanted = {Action("F", stage - 1, m)}
+            elif kind == "W":
+                wanted = {Action("I", stage, m)}
+            else:
+                wanted = {Action("F", stage, m), *(Action(k, stage + 1, m) for k in _GOING_UP)}
+            found |= wanted & needs.keys()
         return needs
 
     @cached_property
@@ -83,22 +73,16 @@ class Program:
         """All actions, in an order in which a single thread can run them: backwards first, then
         micro-batches furthest along, so that few are in flight. A ValueError if the lanes wait for
         each other."""
-        waiting = [deque(lane) for lane in self.lanes if lane]
+        waiting = [deque(lane) for lane in self.lanes]
         done: dict[Action, None] = {}  # In order.
-        while waiting:
-            runnable = [
-                lane for lane in waiting if all(need in done for need in self.needs[lane[0]])
-            ]
+        while any(waiting):
+            heads = [lane[0] for lane in waiting if lane]
+            runnable = [head for head in heads if self.needs[head] <= done.keys()]
             if not runnable:
-                heads = [lane[0] for lane in waiting]
                 raise ValueError(f"the program deadlocks: its lanes wait at {heads}")
-            # Furthest along: the last stage for a forward, the first stage for a backward.
-            lane = max(
-                runnable,
-                key=lambda lane: (lane[0].kind != "F", lane[0].stage * (1 - 2 * lane[0].goes_up)),
-            )
-            done[lane.popleft()] = None
-            waiting = [lane for lane in waiting if lane]
+            action = max(runnable, key=_progress)
+            done[action] = None
+            waiting[self.lane_of[action.stage]].popleft()
         return tuple(done)
 
     @cached_property
@@ -122,25 +106,31 @@ class Program:
         return Program([[a for a in lane if a.kind != "F"] for lane in self.lanes])
 
 
-def _split_backwards(
-    stage: int, micro_batches: Iterable[int], forwards: Sequence[Action] = ()
+def _progress(action: Action) -> tuple[bool, int]:
+    """Larger for what should run earlier on a single thread: backwards first, then what is nearest
+    to its end, the last stage for a forward and the first one for a backward."""
+    return action.kind != "F", -action.stage if action.goes_up else action.stage
+
+
+def _lane(
+    forwards: Sequence[Action], backwards: Sequence[Action], ahead: int, lag: int = 0
 ) -> list[Action]:
-    """The backwards of ``stage`` in two parts, alternating with ``forwards``. W is ``stage``
-    micro-batches behind I: enough to keep the earlier stages busy, and no more, because the graph
-    of a micro-batch lives until its W. No stage waits for stage 0, whose backwards are whole."""
-    waiting: list[int] = []
-    actions: list[Action] = []
-    remaining = iter(forwards)
-    for m in micro_batches:
-        if stage == 0:
-            actions.append(Action("B", stage, m))
-        else:
-            actions.append(Action("I", stage, m))
-            waiting.append(m)
-        if len(waiting) > stage:
-            actions.append(Action("W", stage, waiting.pop(0)))
-        actions += islice(remaining, 1)
-    return actions + [Action("W", stage, m) for m in waiting]
+    """``ahead`` of the forwards, then a backward and a forward in turn. With a ``lag``, backwards
+    are in two parts, W that many backwards behind I.
+
+    A lag of ``stage`` keeps the earlier stages busy. More would cost memory, because the graph of a
+    micro-batch lives until its W. No stage waits for stage 0, whose backwards are whole.
+    """
+    firsts, seconds = list(backwards), list[Action | None]()
+    if lag:
+        firsts = [backward._replace(kind="I") for backward in backwards]
+        seconds = [*[None] * lag, *(backward._replace(kind="W") for backward in backwards)]
+    turns = zip_longest(firsts, seconds, forwards[ahead:])
+    return [*forwards[:ahead], *(action for turn in turns for action in turn if action is not None)]
+
+
+def _all(kind: ActionKind, stage: int, micro_batches: Iterable[int]) -> list[Action]:
+    return [Action(kind, stage, m) for m in micro_batches]
 
 
 @lru_cache(maxsize=256)
@@ -148,14 +138,11 @@ def gpipe(stages: int, micro_batches: int, *, split: bool = False) -> Program:
     """GPipe (Huang et al., 2019): every forward, then every backward, the last micro-batch first:
     ``checkpoint='except_last'`` keeps its activations, so earlier stages can begin while the others
     are recomputed. ``split`` gives it backwards in two parts, as :func:`zb_h1` has."""
-    lanes = []
-    for stage in range(stages):
-        forwards = [Action("F", stage, m) for m in range(micro_batches)]
-        backwards = [Action("B", stage, m) for m in reversed(range(micro_batches))]
-        if split:
-            backwards = _split_backwards(stage, reversed(range(micro_batches)))
-        lanes.append(forwards + backwards)
-    return Program(lanes)
+    ms = range(micro_batches)
+    return Program(
+        _lane(_all("F", s, ms), _all("B", s, reversed(ms)), micro_batches, s if split else 0)
+        for s in range(stages)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -171,27 +158,21 @@ def zb_h1(stages: int, micro_batches: int) -> Program:
     """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): 1F1B with backwards in two parts,
     so that gradients reach earlier stages sooner and the second parts fill the bubble at the end. A
     stage holds the activations of at most ``stages`` micro-batches, as the first does in 1F1B."""
-    lanes = []
-    for stage in range(stages):
-        forwards = [Action("F", stage, m) for m in range(micro_batches)]
-        warm_up = min(stages - stage, micro_batches)
-        lanes.append(
-            forwards[:warm_up] + _split_backwards(stage, range(micro_batches), forwards[warm_up:])
-        )
-    return Program(lanes)
+    ms = range(micro_batches)
+    return Program(
+        _lane(_all("F", s, ms), _all("B", s, ms), stages - s, lag=s) for s in range(stages)
+    )
 
 
 @lru_cache(maxsize=256)
 def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
     """Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021): lane ``i`` runs the stages ``i``,
-    ``i + lanes``, ``i + 2 * lanes``, ... More stages per lane mean a shorter bubble and more
-    communication between lanes. With one stage per lane it is 1F1B.
+    ``i + lanes``, ``i + 2 * lanes``, ... More stages per lane, of which ``stages`` is a multiple,
+    mean a shorter bubble and more communication between lanes. With one stage per lane it is 1F1B.
 
     Micro-batches go through a lane's stages in groups of ``lanes``, or of a few more if ``lanes``
-    does not divide their number. A ValueError unless ``stages`` is a multiple of ``lanes``.
+    does not divide their number.
     """
-    _check_lanes(lanes, stages)
-    stages_per_lane = stages // lanes
     count = max(1, micro_batches // lanes)
     bounds = [group * micro_batches // count for group in range(count + 1)]
     groups = [range(begin, end) for begin, end in pairwise(bounds)]
@@ -199,26 +180,13 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
     program = []
     for lane in range(lanes):
         own = range(lane, stages, lanes)
-        forwards = [Action("F", s, m) for group in groups for s in own for m in group]
-        backwards = [Action("B", s, m) for group in groups for s in reversed(own) for m in group]
-        warm_up = lanes - lane
-        if stages_per_lane > 1:
-            warm_up += (lanes - lane - 1) + (stages_per_lane - 1) * largest
-        warm_up = min(warm_up, len(forwards))
-        actions = forwards[:warm_up]
-        for i, backward in enumerate(backwards):
-            actions.append(backward)
-            actions += forwards[warm_up + i : warm_up + i + 1]
-        program.append(actions)
+        forwards = [a for group in groups for s in own for a in _all("F", s, group)]
+        backwards = [a for group in groups for s in reversed(own) for a in _all("B", s, group)]
+        ahead = lanes - lane
+        if len(own) > 1:
+            ahead += (lanes - lane - 1) + (len(own) - 1) * largest
+        program.append(_lane(forwards, backwards, ahead))
     return Program(program)
-
-
-def _check_lanes(lanes: int, stages: int) -> None:
-    if lanes < 1 or stages % lanes:
-        raise ValueError(
-            f"{stages} stages cannot be divided evenly among {lanes} lanes; use a multiple of "
-            f"{lanes}"
-        )
 
 
 @dataclass(frozen=True)
@@ -251,17 +219,18 @@ class Schedule:
     def lanes(self, stages: int) -> int:
         """Number of lanes for ``stages`` stages; ValueError if it does not divide ``stages``."""
         lanes = min(self.interleave or stages, stages)
-        _check_lanes(lanes, stages)
+        if stages % lanes:
+            raise ValueError(
+                f"{stages} stages cannot be divided evenly among {lanes} lanes; use a multiple of "
+                f"{lanes}"
+            )
         return lanes
 
     def program(self, stages: int, micro_batches: int, *, split: bool = False) -> Program:
         """The program; ``split``, for GPipe only, gives it backwards in two parts."""
-        if self.interleave is not None:
-            return interleaved(self.lanes(stages), stages, micro_batches)
-        if split:
-            assert self == GPIPE
-            return gpipe(stages, micro_batches, split=True)
-        return SCHEDULES[self.name](stages, micro_batches)
+        lanes = () if self.interleave is None else (self.lanes(stages),)
+        options = {"split": True} if split else {}
+        return SCHEDULES[self.name](*lanes, stages, micro_batches, **options)
 
 
 SCHEDULES: dict[str, Callable[..., Program]] = {

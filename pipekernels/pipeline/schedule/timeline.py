@@ -7,9 +7,8 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,27 +24,20 @@ _COLOURS: dict[ActionKind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518
 _IDLE = "#e8e8e8"
 
 
-class Clock(Protocol):
-    """Measures when work runs that is issued between two marks."""
+class Clock:
+    """Measures when work runs that is issued between two marks; here, work that is done when its
+    call returns."""
 
     def mark(self) -> Any:
         """Mark the present position in the order of issue."""
+        return time.perf_counter()
 
     def seconds(self, mark: Any) -> float:
         """When ``mark`` was reached, in seconds of ``time.perf_counter``. May wait for that."""
+        return float(mark)
 
 
-class HostClock:
-    """Clock for work that is done when its call returns."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, mark: float) -> float:
-        return mark
-
-
-class StreamClock:
+class StreamClock(Clock):
     """Clock for a CUDA stream's work. The constructor waits for the stream, to relate the device's
     time to the host's."""
 
@@ -74,24 +66,17 @@ class Event(NamedTuple):
     end: float
 
 
-@dataclass
-class Phase:
+class Phase(NamedTuple):
     """The actions of one forward, one backward, or one training step of a mini-batch."""
 
     program: Program
-    events: list[Event] = field(default_factory=list)
-
-    @property
-    def lanes(self) -> int:
-        """Number of lanes."""
-        return len(self.program.lanes)
+    events: list[Event]
 
     @property
     def makespan(self) -> float:
         """Seconds from the first action's start to the last one's end."""
-        if not self.events:
-            return 0.0
-        return max(e.end for e in self.events) - min(e.start for e in self.events)
+        starts, ends = [e.start for e in self.events], [e.end for e in self.events]
+        return max(ends, default=0.0) - min(starts, default=0.0)
 
 
 class Timeline:
@@ -118,29 +103,27 @@ class Timeline:
     ) -> Iterator[Callable[[Action, Any], Any]]:
         """Yield a version of ``compute`` that records each action of ``program``, on any thread;
         ``clock_of`` returns the clock of a stage."""
-        phase = Phase(program)
-        self.phases.append(phase)
-        marks: list[tuple[Action, Any, Any]] = []
+        events: list[Event] = []
+        self.phases.append(Phase(program, events))
+        marks: list[tuple[Action, Clock, Any, Any]] = []
 
         def recording(action: Action, value: Any) -> Any:
             clock = clock_of(action.stage)
             start = clock.mark()
             result = compute(action, value)
-            marks.append((action, start, clock.mark()))
+            marks.append((action, clock, start, clock.mark()))
             return result
 
         try:
             yield recording
         finally:
-            for action, start, end in marks:
-                clock = clock_of(action.stage)
-                phase.events.append(Event(action, clock.seconds(start), clock.seconds(end)))
+            events += [Event(a, clock.seconds(m), clock.seconds(n)) for a, clock, m, n in marks]
 
     @property
     def bubble(self) -> float:
         """Measured idle share of (lanes x makespan), over all phases, 0 to 1, without the time
         between phases."""
-        capacity = sum(phase.lanes * phase.makespan for phase in self.phases)
+        capacity = sum(len(phase.program.lanes) * phase.makespan for phase in self.phases)
         busy = sum(e.end - e.start for phase in self.phases for e in phase.events)
         return 1.0 - busy / capacity if capacity > 0 else 0.0
 

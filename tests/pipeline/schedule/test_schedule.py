@@ -156,4 +156,4 @@ def test_unknown_schedules() -> None:
     with pytest.raises(ValueError, match="must be one of gpipe, 1f1b, interleaved, zb-h1"):
         Schedule("f1b1")
     with pytest.raises(ValueError, match="multiple"):
-        interleaved(2, 3, 4)
+        Schedule("interleaved", 2).program(3, 4)
