@@ -14,11 +14,10 @@ from torch import nn
 
 from pipekernels._arguments import integer
 from pipekernels.balance import blockpartition
-from pipekernels.balance.cuts import check_partitions, solve
+from pipekernels.balance.blockpartition import check_partitions, lengths
 from pipekernels.balance.memory import measure_bytes
-from pipekernels.balance.profile import batch_size, first_rows, measure_seconds
+from pipekernels.balance.profile import first_micro_batch, measure_seconds
 from pipekernels.device.streams import usable
-from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.stage.partition import check_sequential, layers
 
 Device = torch.device | int | str
@@ -49,8 +48,8 @@ def balance_by_time(
             size, or a layer has collectives.
     """
     where = _checked(module, partitions, device)
-    whole = first_rows(sample, batch_size(sample))
-    return solve(measure_seconds(module, whole, where, timeout=timeout), partitions)
+    micro_batch = first_micro_batch(sample, 1)
+    return lengths(measure_seconds(module, micro_batch, where, timeout=timeout), partitions)
 
 
 def balance_by_size(
@@ -86,9 +85,11 @@ def balance_by_size(
     chunks = integer("chunks", chunks)
     if not param_scale >= 0:
         raise ValueError(f"param_scale is {param_scale}; it must not be negative")
-    micro_batch = first_rows(input, micro_batch_sizes(batch_size(input), chunks)[0])
-    sizes = measure_bytes(module, micro_batch, where)
-    return solve([s.kept + param_scale * s.trainable + s.constant for s in sizes], partitions)
+    costs: list[float] = list(measure_bytes(module, first_micro_batch(input, chunks), where))
+    for i, layer in enumerate(layers(module)):
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            costs[i] += tensor.nbytes * (param_scale if tensor.requires_grad else 1)
+    return lengths(costs, partitions)
 
 
 def _checked(module: nn.Sequential, partitions: int, device: Device | None) -> torch.device:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -18,9 +19,10 @@ import torch
 from torch import nn
 
 from pipekernels._torch_private import tree_map_only
+from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.stage.partition import has_collectives, layers
 from pipekernels.pipeline.stage.random_state import generators_of, preserved
-from pipekernels.pipeline.stage.skip import Key, carried
+from pipekernels.pipeline.stage.skip import Key, carried, skips_of
 from pipekernels.pipeline.values.micro_batch import rows_of
 from pipekernels.pipeline.values.structure import flatten, tensors_in
 
@@ -52,73 +54,60 @@ def measure_seconds(
                 "different number of times while they measure; measure first, then shard "
                 "(tensor_parallelize)"
             )
+    measure = partial(_forward_and_backward, device)
     begin = perf_counter()
     passes: list[list[float]] = []
     while len(passes) < 1 + PASSES or perf_counter() - begin < timeout:
-        passes.append(measure_layers(module, sample, device, _forward_and_backward))
+        passes.append(measure_layers(module, sample, device, measure))
     return list(map(min, zip(*passes[1:], strict=True)))
 
 
-def _forward_and_backward(run: LayerRun) -> tuple[float, Outputs]:
+def _forward_and_backward(
+    device: torch.device, layer: nn.Module, inputs: list[Values]
+) -> tuple[float, Values]:
     """The seconds until all work on the device was done."""
 
     def now() -> float:
-        if run.device.type == "cuda":
-            torch.cuda.synchronize(run.device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return perf_counter()
 
     begin = now()
-    outputs = run.forward()
+    outputs = run_layer(layer, inputs)
     roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     return now() - begin, detached(outputs)
 
 
-def batch_size(sample: Any) -> int:
-    """Rows of a mini-batch; a TypeError or ValueError if it cannot be cut along dimension 0."""
-    return rows_of(flatten(sample, "the sample")[0], 0, "sample tensor")
-
-
-def first_rows(sample: Any, rows: int) -> Any:
-    """A micro-batch: the first ``rows`` rows of every tensor in ``sample`` that is cut up."""
+def first_micro_batch(sample: Any, chunks: int) -> Any:
+    """The first of ``chunks`` micro-batches of ``sample``; a TypeError or ValueError if that cannot
+    be cut along dimension 0."""
     tensors, structure = flatten(sample, "the sample")
+    rows = micro_batch_sizes(rows_of(tensors, 0, "sample tensor"), chunks)[0]
     return structure.build([tensor[:rows] for tensor in tensors])
 
 
-Outputs = tuple[Any, dict[Key, Any]]
-"""What a layer returns, and the skips that it stashes."""
+Values = tuple[Any, dict[Key, Any]]
+"""What a layer takes and the skips that it pops, or what it returns and those that it stashes."""
 
 
-class LayerRun:
-    """One run of ``layer`` on an argument and the skips that it pops, all of them on ``device``."""
-
-    def __init__(
-        self, layer: nn.Module, value: Any, popped: dict[Key, Any], device: torch.device
-    ) -> None:
-        self.layer = layer
-        self.device = device
-        for parameter in layer.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        # Clones, because autograd forbids layers to modify leaves in place.
-        self.value, self.popped = cloned(detached((value, popped)))
-
-    def forward(self) -> Outputs:
-        """Run the layer, once, and drop the inputs."""
-        value, self.value = self.value, None
-        with carried(self.popped) as skips:
-            self.popped = {}
-            return self.layer(value), skips
+def run_layer(layer: nn.Module, inputs: list[Values]) -> Values:
+    """What ``layer`` makes of the only entry of ``inputs``, which it removes: then nothing but a
+    graph keeps those tensors alive."""
+    value, popped = inputs.pop()
+    with carried(popped) as skips:
+        return layer(value), skips
 
 
 def measure_layers(
     module: nn.Sequential,
     sample: Any,
     device: torch.device,
-    measure: Callable[[LayerRun], tuple[T, Outputs]],
+    measure: Callable[[nn.Module, list[Values]], tuple[T, Values]],
 ) -> list[T]:
-    """What ``measure`` returns for a copy of each layer; also its outputs, without their graph.
+    """What ``measure`` returns for a copy of each layer and its inputs, as :func:`run_layer` takes
+    them; also its outputs, without their graph.
 
     Layers run in training mode, or in their own modes if ``module`` is in training.
     """
@@ -130,13 +119,13 @@ def measure_layers(
             duplicate = copy.deepcopy(layer).to(device)
             if not module.training:
                 duplicate.train()
-            parts: list[Any] = list(duplicate.modules())
-            poppable = [
-                key for part in parts if hasattr(part, "poppable") for key in part.poppable()
-            ]
-            keys = [key for key in poppable if key in skips]
-            run = LayerRun(duplicate, value, {key: skips.pop(key) for key in keys}, device)
-            result, (value, stashed) = measure(run)
+            for parameter in duplicate.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            poppable = [key for _, keys in skips_of(duplicate) for key in keys if key in skips]
+            # Clones, because autograd forbids layers to modify leaves in place.
+            inputs = [cloned(detached((value, {key: skips.pop(key) for key in poppable})))]
+            result, (value, stashed) = measure(duplicate, inputs)
             found.append(result)
             skips |= stashed
     return found

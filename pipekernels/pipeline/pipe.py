@@ -16,7 +16,7 @@ from torch import nn
 
 from pipekernels._arguments import integer, whole
 from pipekernels._torch_private import disable_dynamo, in_forward_mode
-from pipekernels.balance.cuts import solve
+from pipekernels.balance.blockpartition import lengths
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.pipeline.engine.engine import Engine
@@ -142,7 +142,7 @@ class Pipe(nn.Module):
         if balance is None:
             sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers(module)]
             stages = min(len(sizes), len(chosen) if chosen else torch.get_num_threads())
-            balance = solve([1 + size for size in sizes], stages) if sizes else []
+            balance = lengths([1 + size for size in sizes], stages) if sizes else []
         self.balance = list(balance)
         try:
             self.balance = list(map(operator.index, self.balance))

@@ -74,13 +74,13 @@ MAY_IMPORT = {
     "pipeline.engine": {"pipeline.stage", "pipeline.schedule"},
     "pipeline.spmd": {"pipeline.stage"},
     "pipeline.placement": {"pipeline.stage"},
-    "balance.cuts": {"_arguments"},
-    "pipeline.pipe": {"balance.cuts", "pipeline.engine", "pipeline.spmd"},
+    "balance.blockpartition": {"_arguments"},
+    "pipeline.pipe": {"balance.blockpartition", "pipeline.engine", "pipeline.spmd"},
     "pipeline.stages": {"pipeline.pipe"},
     "pipeline": {"pipeline.placement", "pipeline.stages"},
     "huggingface": {"tensor_parallel", "pipeline"},
     "ops": {"comm", "tensor_parallel"},
-    "balance": {"balance.cuts", "pipeline.stage"},
+    "balance": {"balance.blockpartition", "pipeline.stage"},
     "batchnorm": {"pipeline"},
     "skip": {"pipeline"},
     "": {"_log", "balance", "batchnorm", "huggingface", "ops", "skip"},
@@ -126,7 +126,7 @@ def imported(path: Path, package: Path = PACKAGE) -> set[str]:
 
 
 def room_of(module: str) -> str:
-    if module in MAY_IMPORT:  # A file may be a room, such as balance.cuts.
+    if module in MAY_IMPORT:  # A file may be a room, such as balance.blockpartition.
         return module
     first, _, rest = module.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first in DIVIDED and rest else first

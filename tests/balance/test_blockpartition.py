@@ -1,4 +1,4 @@
-"""The cut solver compared with trying all cuts."""
+"""The solver of balances compared with trying all cuts."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipekernels.balance.cuts import solve
+from pipekernels.balance.blockpartition import lengths
 
 
 def all_balances(n: int, partitions: int) -> Iterator[list[int]]:
@@ -24,19 +24,19 @@ def slices(balance: Sequence[int]) -> list[slice]:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 9))
-def test_solve_is_optimal(costs: list[int], partitions: int) -> None:
+def test_lengths_are_optimal(costs: list[int], partitions: int) -> None:
     if partitions > len(costs):
         with pytest.raises(ValueError, match="cannot be cut"):
-            solve(costs, partitions)
+            lengths(costs, partitions)
         return
 
-    def order(lengths: list[int]) -> tuple[int, ...]:
-        sums = [sum(costs[part]) for part in slices(lengths)]
-        return max(sums), sum(s**2 for s in sums), sum(length**2 for length in lengths)
+    def order(balance: list[int]) -> tuple[int, ...]:
+        sums = [sum(costs[part]) for part in slices(balance)]
+        return max(sums), sum(s**2 for s in sums), sum(length**2 for length in balance)
 
-    lengths = solve(costs, partitions)
-    assert lengths in (possible := list(all_balances(len(costs), partitions)))
-    assert order(lengths) == min(map(order, possible))
+    found = lengths(costs, partitions)
+    assert found in (possible := list(all_balances(len(costs), partitions)))
+    assert order(found) == min(map(order, possible))
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_solve_is_optimal(costs: list[int], partitions: int) -> None:
     ],
 )
 def test_equal_costs_are_balanced(costs: list[float], partitions: int, balance: list[int]) -> None:
-    assert solve(costs, partitions) == balance
+    assert lengths(costs, partitions) == balance
 
 
 @pytest.mark.parametrize(("costs", "partitions"), [([1, 2], 0), ([1, -2], 1), ([1, nan], 1)])
-def test_solve_refuses_invalid_costs_and_partitions(costs: list[int], partitions: int) -> None:
+def test_invalid_costs_and_partitions_are_refused(costs: list[int], partitions: int) -> None:
     with pytest.raises(ValueError, match="must|may"):
-        solve(costs, partitions)
+        lengths(costs, partitions)
