@@ -26,10 +26,10 @@ import functools
 import inspect
 import threading
 import uuid
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -58,15 +58,16 @@ class stash:
     name: str
     tensor: torch.Tensor | None
 
+    def __post_init__(self) -> None:
+        kinds = (torch.Tensor, type(None))
+        check_kind(f"the skip {self.name!r}", self.tensor, kinds, "a tensor or None")
+
 
 @dataclass(frozen=True)
 class pop:
     """``tensor = yield pop(name)`` in a forward takes what an earlier layer stashed."""
 
     name: str
-
-
-_Forward = Generator[stash | pop, torch.Tensor | None, Any]
 
 
 class _Current(threading.local):
@@ -111,14 +112,11 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
 
         @functools.wraps(plain)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            result = plain(self, *args, **kwargs)
-            if inspect.isgenerator(result):
-                return _drive(self, cast(_Forward, result))
-            return _checked(self, result, {"stash": stashes, "pop": pops})
+            return _result(self, plain(self, *args, **kwargs))
 
         layer_class.forward = forward
         added: Any = layer_class
-        added._stashes, added._pops = stashes, pops
+        added._stashes, added._pops, added._skip_namespaces = stashes, pops, {}
         added.isolate = _isolate
         added.stashable = lambda self: _keys(self, self._stashes)
         added.poppable = lambda self: _keys(self, self._pops)
@@ -136,68 +134,53 @@ def _isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> 
         raise ValueError(
             f"{type(self).__name__} has no skip {unknown}; its skips are {known or 'none'}"
         )
-    self._skip_namespaces = {**_namespaces(self), **dict.fromkeys(names, ns)}
+    self._skip_namespaces = {**self._skip_namespaces, **dict.fromkeys(names, ns)}
     return self
 
 
-def _namespaces(layer: Any) -> dict[str, Namespace]:
-    return getattr(layer, "_skip_namespaces", {})
-
-
 def _keys(layer: Any, names: Iterable[str]) -> list[Key]:
-    return [(_namespaces(layer).get(name), name) for name in sorted(names)]
+    return [(layer._skip_namespaces.get(name), name) for name in sorted(names)]
 
 
-def _drive(layer: Any, forward: _Forward) -> Any:
-    """Run the generator ``forward`` to its end and execute the commands that it yields."""
-    skips, kind, namespaces = _current.skips, type(layer).__name__, _namespaces(layer)
-    declared = {"stash": layer._stashes, "pop": layer._pops}
-    left = {what: set(names) for what, names in declared.items()}
-    stashed: dict[Key, torch.Tensor | None] = {}
+def _result(layer: Any, result: Any) -> Any:
+    """What a forward returns that returned ``result``: a generator is run to its end, and the
+    commands that it yields are executed."""
+    skips, kind = _current.skips, type(layer).__name__
+    declared = {("stash", name) for name in layer._stashes}
+    declared |= {("pop", name) for name in layer._pops}
+    left, stashed = set(declared), dict[Key, torch.Tensor | None]()
     answer: torch.Tensor | None = None
-    while True:
+    while inspect.isgenerator(result):
         try:
-            command = forward.send(answer)
+            command: Any = result.send(answer)  # type: ignore[arg-type]
         except StopIteration as end:
-            result = _checked(layer, end.value, left)
-            skips.update(stashed)  # Only now: a forward that raises must not stash anything.
-            return result
+            result = end.value
+            break
         if not isinstance(command, (stash, pop)):
             raise TypeError(
                 f"{kind} yielded {type(command).__name__}; a forward yields stash(name, tensor) or "
                 "pop(name)"
             )
-        name, what = command.name, "pop" if isinstance(command, pop) else "stash"
-        if name not in left[what]:
-            reason = "a second time" if name in declared[what] else "without declaring it"
+        what, name = type(command).__name__, command.name
+        if (what, name) not in left:
+            reason = "a second time" if (what, name) in declared else "without declaring it"
             raise RuntimeError(
                 f"{kind} does {what}({name!r}) {reason}; every skip is declared with "
                 f"@skippable({what}=[...]) and used once per forward"
             )
-        left[what].remove(name)
-        key = (namespaces.get(name), name)
+        left.remove((what, name))
+        (key,) = _keys(layer, [name])
         answer = None
         if isinstance(command, pop):
             if key not in skips:
                 raise RuntimeError(f"{kind} pops {name!r}, which no layer before it has stashed")
             answer = skips.pop(key)
-        elif command.tensor is None or isinstance(command.tensor, torch.Tensor):
-            stashed[key] = command.tensor
         else:
-            raise TypeError(
-                f"{kind} stashed {type(command.tensor).__name__} as {name!r}; a skip is a tensor "
-                "or None"
-            )
-
-
-def _checked(layer: Any, result: Any, left: Mapping[str, Collection[str]]) -> Any:
-    """``result``, after a check that the forward stashed and popped all it declares."""
-    for what, names in left.items():
-        if names:
-            raise RuntimeError(
-                f"{type(layer).__name__} declares {what}={sorted(names)} and did not {what} it in "
-                "this forward"
-            )
+            stashed[key] = command.tensor
+    if left:
+        what, name = min(left)
+        raise RuntimeError(f"{kind} declares {what}={[name]} and did not {what} it in this forward")
+    skips.update(stashed)  # Only now: a forward that raises must not stash anything.
     return result
 
 
@@ -241,17 +224,16 @@ def verify_skippables(module: nn.Sequential) -> None:
         if not hasattr(layer, "_stashes"):
             continue
         for key in layer.poppable():
-            pops = f"layer {name!r} pops {key[1]!r}, which"
-            if key in popped:
-                faults.append(f"{pops} an earlier layer pops already")
-            elif key not in stashed:
-                faults.append(f"{pops} no earlier layer stashes")
+            why = None if key in stashed else "no earlier layer stashes"
+            why = "an earlier layer pops already" if key in popped else why
+            if why is not None:
+                faults.append(f"layer {name!r} pops {key[1]!r}, which {why}")
             popped.add(key)
         for key in layer.stashable():
             first = stashed.setdefault(key, name)
             if first != name:
-                stashes = f"layer {name!r} stashes {key[1]!r}, which"
-                faults.append(f"{stashes} layer {first!r} stashes already")
+                why = f"layer {first!r} stashes already"
+                faults.append(f"layer {name!r} stashes {key[1]!r}, which {why}")
     faults += [
         f"layer {name!r} stashes {key[1]!r}, which no later layer pops"
         for key, name in stashed.items()

@@ -122,7 +122,7 @@ def test_misuse_in_a_forward() -> None:
         (never, {"stash": ["skip"]}, RuntimeError, r"declares stash=\['skip'\] and did not"),
         (never, {"pop": ["skip"]}, RuntimeError, r"declares pop=\['skip'\] and did not"),
         (wrong, {"stash": ["skip"]}, TypeError, "yielded str"),
-        (number, {"stash": ["skip"]}, TypeError, "a skip is a tensor or None"),
+        (number, {"stash": ["skip"]}, TypeError, "'skip' must be a tensor or None, got int"),
     ):
         with pytest.raises(error, match=message):
             layer(forward, **skips)(x)
