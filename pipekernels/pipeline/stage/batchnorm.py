@@ -52,11 +52,10 @@ class DeferredBatchNorm(BatchNormBase):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``[N, C, ...]`` to the same shape."""
+        if not (self.training and self.track_running_stats):
+            return super().forward(input)
         self._check_input_dim(input)
-        if not self.training and self.running_mean is not None:
-            mean, var = self.running_mean, self.running_var
-            return F.batch_norm(input, mean, var, self.weight, self.bias, False, 0.0, self.eps)
-        if self.training and self.track_running_stats and not is_recomputing():
+        if not is_recomputing():
             self._merge(input.detach())
             self._micro_batches += 1
             if self._micro_batches >= self.chunks and not self.in_pipe:
@@ -67,39 +66,35 @@ class DeferredBatchNorm(BatchNormBase):
         count = input.numel() // input.size(1)
         if count == 0:
             return
-        dims = [0, *range(2, input.dim())]
         assert self.running_mean is not None
+        dims = [0, *range(2, input.dim())]
         values = input.to(self.running_mean.dtype)
         mean = values.mean(dims)  # [C]
         squares = (values - mean.view(-1, *[1] * (input.dim() - 2))).square().sum(dims)  # [C]
-        if self._count:
-            total = self._count + count
-            delta = mean - self._mean
-            squares = self._squares + squares + delta.square() * (self._count * count / total)
-            mean = self._mean + delta * (count / total)
-        self._count += count
-        self._mean, self._squares = mean, squares
+        total = self._count + count
+        delta = mean - self._mean
+        self._squares = self._squares + squares + delta.square() * (self._count * count / total)
+        self._mean = self._mean + delta * (count / total)
+        self._count = total
 
     @torch.no_grad()
     def commit(self) -> None:
         """Update the running statistics, with all inputs since the last call as one mini-batch."""
-        if not self._count:
-            self.discard()
-            return
-        assert self.running_mean is not None and self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        momentum = self.momentum
-        if momentum is None:
-            momentum = 1.0 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(self._mean, momentum)
-        self.running_var.lerp_(self._squares / max(self._count - 1, 1), momentum)
+        if self._count:
+            assert self.running_mean is not None and self.running_var is not None
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            momentum = self.momentum
+            if momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+            self.running_mean.lerp_(self._mean, momentum)
+            self.running_var.lerp_(self._squares / max(self._count - 1, 1), momentum)
         self.discard()
 
     def discard(self) -> None:
         """Drop the statistics collected since the last commit, as after a failed mini-batch."""
         self._count = self._micro_batches = 0
-        self._mean = self._squares = torch.empty(0)
+        self._mean = self._squares = torch.zeros((), device="cpu")
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
@@ -147,7 +142,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
     """
     chunks = integer("chunks", whole(chunks))
     check_kind("module", module, nn.Module, "an nn.Module")
-    replacements: dict[nn.Module, nn.Module] = {
+    replacements: dict[nn.Module | None, nn.Module] = {
         norm: _deferred(name, norm, chunks)
         for name, norm in module.named_modules()
         if isinstance(norm, BatchNormBase)
@@ -156,9 +151,8 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
     }
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
-            if child is not None:
-                parent._modules[name] = replacements.get(child, child)
-    return replacements.get(module, module)
+            parent._modules[name] = replacements.get(child, child)
+    return replacements.get(module) or module
 
 
 def _deferred(name: str, norm: BatchNormBase, chunks: int) -> DeferredBatchNorm:

@@ -79,27 +79,22 @@ def split_module(
         partition = nn.Sequential(OrderedDict(islice(rest, length)))
         partition.training = module.training  # Its layers keep their own modes.
         partitions.append(partition)
-        _check_movable(partition, device, home)
+        fixed: list[tuple[str, object]] = []
+        for name, parameter in partition.named_parameters():
+            fixed.append((f"parameter {name!r}", parameter))
+            if parameter.is_meta and device.type != "meta":
+                raise ValueError(
+                    f"{name!r} is on the meta device, so it has no values that could be copied to "
+                    f"{device}; give it memory first (to_empty, then load_state_dict)"
+                )
+        # Modules may share a buffer: Module.to() gives each one a copy. Stages may not share one
+        # module with buffers: it would be moved away from the first stage.
+        for name, layer in partition.named_modules():
+            if list(layer.buffers(recurse=False)):
+                fixed.append((f"module {name!r}", layer))
+        remedy = "put the stages that share it on one device"
+        deny_sharing(fixed, device, home, "stages on", remedy)
     return [p.to(device) for p, device in zip(partitions, devices, strict=False)]
-
-
-def _check_movable(
-    partition: nn.Module, device: torch.device, home: dict[int, torch.device]
-) -> None:
-    """Raise a ValueError if ``partition`` shares what cannot be moved, by the ``home`` of what
-    earlier partitions have, or has no values that could be copied to ``device``."""
-    parameters, modules = list(partition.named_parameters()), partition.named_modules()
-    found: list[tuple[str, object]] = [(f"parameter {name!r}", p) for name, p in parameters]
-    # Modules may share a buffer: Module.to() gives each one a copy. Stages may not share one module
-    # with buffers: it would be moved away from the first stage.
-    found += [(f"module {name!r}", m) for name, m in modules if list(m.buffers(recurse=False))]
-    deny_sharing(found, device, home, "stages on", "put the stages that share it on one device")
-    for name, parameter in parameters:
-        if parameter.is_meta and device.type != "meta":
-            raise ValueError(
-                f"{name!r} is on the meta device, so it has no values that could be copied to "
-                f"{device}; give it memory first (to_empty, then load_state_dict)"
-            )
 
 
 def deny_sharing(
@@ -115,9 +110,7 @@ def deny_sharing(
 
 def warn_of_sequence_first(modules: Iterable[nn.Module], chunks: int, batch_dim: int) -> None:
     """Warn if one of ``modules`` says that its batch dimension is 1, and 0 is to be cut."""
-    if chunks == 1 or batch_dim != 0:
-        return
-    for layer in modules:
+    for layer in modules if chunks > 1 and batch_dim == 0 else ():
         if getattr(layer, "batch_first", True) is False:
             warnings.warn(
                 f"a {type(layer).__name__} has batch_first=False, so its dimension 0 is time, and "
