@@ -4,13 +4,13 @@ GPipe's schedule (Huang et al., 2019) on ``torch.distributed``: a stage works on
 the next one works on the micro-batch before. To autograd the communication is a few nodes in each
 rank's graph, threaded on a chain of empty tokens::
 
-    start -- receive 0       send 0 -- receive 1       send 1 -- ... -- end
-                     \_module_/                \_module_/
+    start -- receive 0       send 0, receive 1       send 1, receive 2 -- ... -- end
+                     \_module_/              \_module_/
 
-In the backward send receives the gradient of what it has sent, and receive sends that of what it
-has received. The chain makes the backward go through the forward's messages in reverse, and through
-all of them or none, whatever the loss depends on. Between receive and send is an ordinary graph,
-whose memory the backward frees micro-batch by micro-batch.
+In the backward each node sends the gradient of what it has received, then receives that of what it
+has sent. The chain makes the backward go through the forward's messages in reverse, and through
+all of them or none, whatever the loss depends on. Between the nodes are ordinary graphs, whose
+memory the backward frees micro-batch by micro-batch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from pipekernels._arguments import check_kind, integer
 from pipekernels._torch_private import disable_dynamo, enclosing_mesh
 from pipekernels.local_ops.transforms import check_differentiated_once
-from pipekernels.pipeline.spmd.axis import Axis, axis_of
 from pipekernels.pipeline.spmd.transport import (
+    Axis,
     Features,
     Link,
+    axis_of,
     features_of_last,
     link_to_next,
     link_to_previous,
@@ -88,21 +89,21 @@ def execute_pipeline(
         previous = None if axis.stage == 0 else link_to_previous(axis, count)
         following: Link | None = None
         token = _start(previous, axis, x, module, (args, kwargs))
+        part, token = _Exchange.apply(None, None, previous, token)
         results = []
         for m in range(count):
             if previous is None:
                 part = parts[m].clone()  # Layers may work in place.
-            else:
-                part, token = _Receive.apply(previous, token)
             with seeds.seeded(m, axis.random_key):
                 result = module(part, *args, **kwargs)
             check_kind("what the module returns", result, Tensor, "a tensor")
             if axis.is_last:
                 results.append(result.clone())  # Modules may return the same memory each time.
-                continue
-            following = following or link_to_next(axis, count, Features.of(result))
-            following.features.check(result)
-            token = _Send.apply(following, token, result)
+            else:
+                following = following or link_to_next(axis, count, Features.of(result))
+                following.features.check(result)
+            is_over = m == count - 1
+            part, token = _Exchange.apply(following, result, None if is_over else previous, token)
         if following is not None:
             following.flush()
         output = torch.cat(results) if axis.is_last else None
@@ -154,12 +155,8 @@ def execute_pipeline_step(
     check_kind("what the module returns", result, Tensor, "a tensor")
     features.check(result)
     output = result.clone() if following is None else features.empty(axis.device).zero_()
-    if following is not None:
-        token = _Send.apply(following, token, result)
-    if previous is None:
-        state = features.empty(axis.device).zero_()
-    else:
-        state, token = _Receive.apply(previous, token)
+    received, token = _Exchange.apply(following, result, previous, token)
+    state = features.empty(axis.device).zero_() if previous is None else received
     if following is not None:
         following.flush()
     if not differentiable:
@@ -245,49 +242,41 @@ class _Start(torch.autograd.Function):
         ctx.previous = previous
         is_unused = previous is not None and x is not None
         ctx.nothing = x.new_zeros(()).expand_as(x) if is_unused else None
-        ctx.others = len(others)
         return anchor.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.previous is not None:
             ctx.previous.flush()
-        return None, None, ctx.nothing, *[None] * ctx.others
+        return None, None, ctx.nothing, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
-class _Receive(torch.autograd.Function):
-    """The next micro-batch."""
+class _Exchange(torch.autograd.Function):
+    """Passes on a result, if there is a stage after this one, and takes the next micro-batch, if
+    there is one from the stage before."""
 
     @staticmethod
-    def forward(ctx: Any, previous: Link, token: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.previous = previous
+    def forward(
+        ctx: Any, following: Link | None, result: Any, previous: Link | None, token: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        ctx.following, ctx.previous = following, previous
         ctx.set_materialize_grads(False)
-        part = previous.receive()
-        if not previous.features.requires_grad:
-            ctx.mark_non_differentiable(part)
+        if following is not None:
+            following.send(result)
+        part = None
+        if previous is not None:
+            part = previous.receive()
+            if not previous.features.requires_grad:
+                ctx.mark_non_differentiable(part)
         return part, token.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[None, None]:
-        if ctx.previous.features.requires_grad:
-            ctx.previous.send(grad)
-        return None, None
-
-
-class _Send(torch.autograd.Function):
-    """Passes on a result."""
-
-    @staticmethod
-    def forward(ctx: Any, following: Link, token: Tensor, result: Tensor) -> Tensor:
-        ctx.following = following
-        ctx.set_materialize_grads(False)
-        following.send(result)
-        return token.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor | None) -> tuple[None, None, Tensor | None]:
-        following = ctx.following
-        return None, None, following.receive() if following.features.requires_grad else None
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        following, previous = ctx.following, ctx.previous
+        if previous is not None and previous.features.requires_grad:
+            previous.send(grad)
+        is_wanted = following is not None and following.features.requires_grad
+        return None, following.receive() if is_wanted else None, None, None
 
 
 class _End(torch.autograd.Function):

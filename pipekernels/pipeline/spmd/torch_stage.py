@@ -60,8 +60,8 @@ class _Layers(nn.Sequential):
         self._spread = spread
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not self._spread:
-            inputs = inputs if len(inputs) == 1 else (inputs,)
+        if len(inputs) > 1 and not self._spread:
+            inputs = (inputs,)
         first, *rest = layers(self)
         value = first(*inputs, **kwargs)
         for layer in rest:

@@ -1,18 +1,81 @@
-"""Communication of an SPMD stage with its neighbours."""
+"""The mesh dimension whose ranks hold the stages of an SPMD pipeline, and a stage's messages to and
+from its neighbours there."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipekernels.comm.codes import MOVABLE
-from pipekernels.pipeline.spmd.axis import Axis
+from pipekernels._arguments import check_kind
+from pipekernels._torch_private import enclosing_mesh
+from pipekernels.device.streams import with_index
 
-_DTYPES = {code: dtype for dtype, code in MOVABLE.items()}
-_HEADER = 4 + 64  # Integers: those before the sizes, and as many sizes as torch's kernels support.
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Axis(NamedTuple):
+    """The ranks along one mesh dimension that have this rank's coordinates in all others."""
+
+    group: dist.ProcessGroup
+    ranks: list[int]
+    """Ranks in the default group, by stage. In ``group`` they may have another order."""
+    stage: int
+    """This rank's."""
+    random_key: int
+    """Equal on ranks that work on the same activations, and distinct otherwise."""
+    device: torch.device
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == len(self.ranks) - 1
+
+
+def axis_of(mesh: DeviceMesh | None, name: str, replicated: Collection[str] = ()) -> Axis:
+    """The dimension ``name`` of ``mesh``, by default of the enclosing mesh. The ranks along the
+    dimensions ``replicated`` work on the same activations.
+
+    Raises:
+        ValueError: there is no mesh, it lacks a dimension or this rank, or ``replicated`` has
+            ``name``.
+        TypeError: ``mesh`` is not a ``DeviceMesh``.
+    """
+    from torch.distributed.device_mesh import DeviceMesh  # Slow to import.
+
+    if mesh is None:
+        try:
+            mesh = enclosing_mesh()
+        except RuntimeError:
+            raise ValueError(
+                "there is no device mesh; pass mesh= or call this inside `with mesh:`"
+            ) from None
+    check_kind("mesh", mesh, DeviceMesh, "a DeviceMesh")
+    names = mesh.mesh_dim_names or ()
+    if name not in names or not {*replicated} <= {*names} - {name}:
+        raise ValueError(
+            f"model_axis_name is {name!r} and replicated_axis_names is {list(replicated)}; they "
+            f"must be different dimensions of the mesh, which has {list(names)} (mesh_dim_names of "
+            "init_device_mesh)"
+        )
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh}; call this on its ranks only"
+        )
+    dims = list(zip(names, place, strict=True))
+    along = tuple(slice(None) if each == name else i for each, i in dims)
+    first_replica = tuple(0 if each in replicated else i for each, i in dims)
+    return Axis(
+        group=mesh.get_group(name),
+        ranks=mesh.mesh[along].tolist(),
+        stage=dict(dims)[name],
+        random_key=int(mesh.mesh[first_replica]),
+        device=with_index(mesh.device_type),
+    )
 
 
 class Features(NamedTuple):
@@ -53,9 +116,9 @@ class Link:
         self._axis = axis
         self._rank = axis.ranks[stage]
         self._count = count
-        self._left = 0  # Number of messages to receive.
-        self._coming: tuple[dist.Work, Tensor] | None = None
-        self._sent: tuple[dist.Work, Tensor] | None = None
+        self._left = 0  # Of this pass, the number of messages to receive.
+        self._coming: tuple[Any, Tensor] | None = None  # Its work and its memory.
+        self._sent: tuple[Any, Tensor] | None = None
 
     def send(self, tensor: Tensor | None) -> None:
         """Send ``tensor``, or zeros, without waiting, except for the end of the previous send."""
@@ -63,7 +126,7 @@ class Link:
         # A copy, as a module may write its next result to the same memory.
         message = self.features.empty(self._axis.device)
         message.zero_() if tensor is None else message.copy_(tensor)
-        self._sent = cast(dist.Work, dist.isend(message, self._rank, self._axis.group)), message
+        self._sent = dist.isend(message, self._rank, self._axis.group), message
 
     def flush(self) -> None:
         """Wait for the end of the last send, and release its memory."""
@@ -73,35 +136,29 @@ class Link:
 
     def receive(self) -> Tensor:
         """The next message."""
-        if self._coming is None:
-            self._left = self._count
-            self._post()
-        assert self._coming is not None
-        work, tensor = self._coming
-        self._post()
+        work, tensor = self._coming or self._posted()
+        self._left = (self._left or self._count) - 1
+        self._coming = self._posted() if self._left else None
         work.wait()
         return tensor
 
-    def _post(self) -> None:
-        self._coming = None
-        if self._left:
-            self._left -= 1
-            tensor = self.features.empty(self._axis.device)
-            work = dist.irecv(tensor, self._rank, self._axis.group)
-            self._coming = cast(dist.Work, work), tensor
+    def _posted(self) -> tuple[Any, Tensor]:
+        tensor = self.features.empty(self._axis.device)
+        return dist.irecv(tensor, self._rank, self._axis.group), tensor
 
 
 def link_to_next(axis: Axis, count: int, features: Features) -> Link:
     """Announce ``count`` results to the next stage, which calls :func:`link_to_previous`."""
-    dist.send(_header(axis, features, count), axis.ranks[axis.stage + 1], axis.group)
+    rank = axis.ranks[axis.stage + 1]
+    dist.send_object_list([features, count], rank, axis.group, axis.device)
     return Link(axis, axis.stage + 1, count, features)
 
 
 def link_to_previous(axis: Axis, count: int) -> Link:
     """Wait for what the previous stage announces. ValueError if it is not ``count`` results."""
-    header = _header(axis)
-    dist.recv(header, axis.ranks[axis.stage - 1], axis.group)
-    features, announced = _decoded(header)
+    received: list[Any] = [None, None]
+    dist.recv_object_list(received, axis.ranks[axis.stage - 1], axis.group, axis.device)
+    features, announced = received
     if announced != count:
         raise ValueError(
             f"num_microbatches is {count} on this stage and {announced} on the one before; pass "
@@ -112,20 +169,7 @@ def link_to_previous(axis: Axis, count: int) -> Link:
 
 def features_of_last(axis: Axis, output: Tensor | None) -> Features:
     """Those of the ``output`` that the last stage has; all ranks call this."""
-    header = _header(axis, None if output is None else Features.of(output))
-    dist.broadcast(header, axis.ranks[-1], axis.group)
-    return _decoded(header)[0]
-
-
-def _header(axis: Axis, features: Features | None = None, count: int = 1) -> Tensor:
-    """Announces ``count`` tensors; an empty one is for receiving."""
-    known: list[int] = []
-    if features is not None:
-        shape, dtype, requires_grad = features
-        known = [count, MOVABLE[dtype], int(requires_grad), len(shape), *shape]
-    return torch.tensor(known + [0] * (_HEADER - len(known)), device=axis.device)
-
-
-def _decoded(header: Tensor) -> tuple[Features, int]:
-    count, code, requires_grad, dims, *sizes = header.tolist()
-    return Features(tuple(sizes[:dims]), _DTYPES[code], bool(requires_grad)), count
+    shared: list[Any] = [None if output is None else Features.of(output)]
+    dist.broadcast_object_list(shared, axis.ranks[-1], axis.group, axis.device)
+    features: Features = shared[0]
+    return features
