@@ -12,10 +12,14 @@ from torch import Tensor
 
 from pipekernels._arguments import check_kind
 from pipekernels._torch_private import enclosing_mesh
+from pipekernels.comm.codes import MOVABLE
 from pipekernels.device.streams import with_index
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_DTYPES = {code: dtype for dtype, code in MOVABLE.items()}
+_HEADER = 3 + 64  # Integers: those before the sizes, and as many sizes as torch's kernels support.
 
 
 class Axis(NamedTuple):
@@ -149,16 +153,15 @@ class Link:
 
 def link_to_next(axis: Axis, count: int, features: Features) -> Link:
     """Announce ``count`` results to the next stage, which calls :func:`link_to_previous`."""
-    rank = axis.ranks[axis.stage + 1]
-    dist.send_object_list([features, count], rank, axis.group, axis.device)
+    dist.send(_header(axis, features, count), axis.ranks[axis.stage + 1], axis.group)
     return Link(axis, axis.stage + 1, count, features)
 
 
 def link_to_previous(axis: Axis, count: int) -> Link:
     """Wait for what the previous stage announces. ValueError if it is not ``count`` results."""
-    received: list[Any] = [None, None]
-    dist.recv_object_list(received, axis.ranks[axis.stage - 1], axis.group, axis.device)
-    features, announced = received
+    header = _header(axis)
+    dist.recv(header, axis.ranks[axis.stage - 1], axis.group)
+    features, announced = _decoded(header)
     if announced != count:
         raise ValueError(
             f"num_microbatches is {count} on this stage and {announced} on the one before; pass "
@@ -169,7 +172,20 @@ def link_to_previous(axis: Axis, count: int) -> Link:
 
 def features_of_last(axis: Axis, output: Tensor | None) -> Features:
     """Those of the ``output`` that the last stage has; all ranks call this."""
-    shared: list[Any] = [None if output is None else Features.of(output)]
-    dist.broadcast_object_list(shared, axis.ranks[-1], axis.group, axis.device)
-    features: Features = shared[0]
-    return features
+    header = _header(axis, None if output is None else Features.of(output))
+    dist.broadcast(header, axis.ranks[-1], axis.group)
+    return _decoded(header)[0]
+
+
+def _header(axis: Axis, features: Features | None = None, count: int = 1) -> Tensor:
+    """Announces ``count`` tensors; an empty one is for receiving."""
+    known: list[int] = []
+    if features is not None:
+        known = [count, MOVABLE[features.dtype], features.requires_grad, *features.shape]
+    return torch.tensor(known + [-1] * (_HEADER - len(known)), device=axis.device)
+
+
+def _decoded(header: Tensor) -> tuple[Features, int]:
+    count, code, requires_grad, *sizes = header.tolist()
+    shape = tuple(size for size in sizes if size >= 0)
+    return Features(shape, _DTYPES[code], bool(requires_grad)), count
