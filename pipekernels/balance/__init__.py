@@ -15,8 +15,7 @@ from torch import nn
 from pipekernels._arguments import integer
 from pipekernels.balance import blockpartition
 from pipekernels.balance.blockpartition import check_partitions, lengths
-from pipekernels.balance.memory import measure_bytes
-from pipekernels.balance.profile import first_micro_batch, measure_seconds
+from pipekernels.balance.profile import first_micro_batch, measure_bytes, measure_seconds
 from pipekernels.device.streams import usable
 from pipekernels.pipeline.stage.partition import check_sequential, layers
 

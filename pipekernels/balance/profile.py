@@ -1,4 +1,4 @@
-"""Measures the seconds of each layer of a module.
+"""Measures the seconds and the memory of each layer of a module.
 
 Each layer runs as a temporary copy, on the outputs of the previous one. So the module and the
 caller's sample are not changed, and only one layer at a time has to fit on the device. Forward
@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
+from itertools import compress, repeat
 from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipekernels._torch_private import tree_map_only
+from pipekernels._torch_private import TorchDispatchMode, tree_map_only
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.stage.partition import has_collectives, layers
 from pipekernels.pipeline.stage.random_state import generators_of, preserved
@@ -54,30 +55,56 @@ def measure_seconds(
                 "different number of times while they measure; measure first, then shard "
                 "(tensor_parallelize)"
             )
-    measure = partial(_forward_and_backward, device)
-    begin = perf_counter()
-    passes: list[list[float]] = []
-    while len(passes) < 1 + PASSES or perf_counter() - begin < timeout:
-        passes.append(measure_layers(module, sample, device, measure))
-    return list(map(min, zip(*passes[1:], strict=True)))
-
-
-def _forward_and_backward(
-    device: torch.device, layer: nn.Module, inputs: list[Values]
-) -> tuple[float, Values]:
-    """The seconds until all work on the device was done."""
 
     def now() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return perf_counter()
 
+    def seconds(layer: nn.Module, inputs: list[Values]) -> tuple[float, Values]:
+        begin = now()
+        outputs = run_layer(layer, inputs)
+        roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        return now() - begin, detached(outputs)
+
     begin = now()
-    outputs = run_layer(layer, inputs)
-    roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-    if roots:
-        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-    return now() - begin, detached(outputs)
+    passes: list[list[float]] = []
+    while len(passes) < 1 + PASSES or now() - begin < timeout:
+        passes.append(measure_layers(module, sample, device, seconds))
+    return list(map(min, zip(*passes[1:], strict=True)))
+
+
+def measure_bytes(module: nn.Sequential, sample: Any, device: torch.device) -> list[int]:
+    """What every layer keeps for its backward of the micro-batch ``sample``: the storages that its
+    graph alone keeps alive, without ``sample``. A storage is counted once, for the first layer that
+    keeps it, and a skip as made by the layer that pops it."""
+    # For each input of the next layer, whether it is counted. The caller keeps those of the first.
+    are_counted: Iterable[bool] = repeat(True)
+
+    def kept_bytes(layer: nn.Module, inputs: list[Values]) -> tuple[int, Values]:
+        nonlocal are_counted
+        received, popped = map(_storage_bytes, inputs[0])
+        counted = set(compress(received, are_counted))
+        with _MadeStorages() as storages:
+            outputs = run_layer(layer, inputs)
+        passed_on = detached(cloned(outputs))
+        returned = [_storage(tensor) for tensor in tensors_in(outputs[0])]
+        # Scalars, which keep the graphs alive, but not the outputs.
+        roots = [tensor.sum() for tensor in tensors_in(outputs) if tensor.requires_grad]
+        del outputs
+        known = counted | _storage_bytes([*layer.parameters(), *layer.buffers()]).keys()
+        kept = {
+            ref: nbytes
+            for ref, nbytes in (storages.made | received | popped).items()
+            if not ref.expired() and ref not in known
+        }
+        del roots
+        are_counted = [ref in counted or ref in kept for ref in returned]
+        return sum(kept.values()), passed_on
+
+    return measure_layers(module, sample, device, kept_bytes)
 
 
 def first_micro_batch(sample: Any, chunks: int) -> Any:
@@ -139,3 +166,25 @@ def detached(value: Any) -> Any:
 def cloned(value: Any) -> Any:
     """``value`` with copies of its tensors."""
     return tree_map_only(torch.Tensor, torch.clone, value)
+
+
+class _MadeStorages(TorchDispatchMode):
+    """The sizes of the storages that operations return while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.made |= _storage_bytes(result)
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _storage_bytes(value: Any) -> dict[StorageWeakRef, int]:
+    strided = [tensor for tensor in tensors_in(value) if tensor.layout is torch.strided]
+    return {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in strided}

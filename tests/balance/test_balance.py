@@ -19,8 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipekernels import Communicator, NoChunk, Pipe, RowParallelLinear
 from pipekernels.balance import balance_by_size, balance_by_time, blockpartition, profile
-from pipekernels.balance.memory import measure_bytes
-from pipekernels.balance.profile import PASSES, measure_seconds
+from pipekernels.balance.profile import PASSES, measure_bytes, measure_seconds
 from pipekernels.skip import Namespace
 
 CPU = torch.device("cpu")
