@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 from pipekernels._arguments import integer
 
 ActionKind = Literal["F", "B", "I", "W"]
-_GOING_UP: tuple[ActionKind, ...] = ("B", "I")
 
 
 class Action(NamedTuple):
@@ -30,7 +29,7 @@ class Action(NamedTuple):
     @property
     def goes_up(self) -> bool:
         """Whether its result goes from the last stage towards the first."""
-        return self.kind in _GOING_UP
+        return self.kind in ("B", "I")
 
 
 class Program:
@@ -53,37 +52,11 @@ class Program:
         return stage if 0 <= stage < self.stages and action.kind != "W" else None
 
     @cached_property
-    def needs(self) -> dict[Action, set[Action]]:
-        """The actions that must be done before each one: that of :meth:`before`, and for a backward
-        its forward or first part. Forwards are not needed by backwards alone."""
-        needs: dict[Action, set[Action]] = {a: set() for lane in self.lanes for a in lane}
-        for action, found in needs.items():
-            kind, stage, m = action
-            if kind == "F":
-                wanted = {Action("F", stage - 1, m)}
-            elif kind == "W":
-                wanted = {Action("I", stage, m)}
-            else:
-                wanted = {Action("F", stage, m), *(Action(k, stage + 1, m) for k in _GOING_UP)}
-            found |= wanted & needs.keys()
-        return needs
-
-    @cached_property
     def order(self) -> tuple[Action, ...]:
         """All actions, in an order in which a single thread can run them: backwards first, then
         micro-batches furthest along, so that few are in flight. A ValueError if the lanes wait for
         each other."""
-        waiting = [deque(lane) for lane in self.lanes]
-        done: dict[Action, None] = {}  # In order.
-        while any(waiting):
-            heads = [lane[0] for lane in waiting if lane]
-            runnable = [head for head in heads if self.needs[head] <= done.keys()]
-            if not runnable:
-                raise ValueError(f"the program deadlocks: its lanes wait at {heads}")
-            action = max(runnable, key=_progress)
-            done[action] = None
-            waiting[self.lane_of[action.stage]].popleft()
-        return tuple(done)
+        return tuple(simulate(self).start)
 
     @cached_property
     def lane_of(self) -> dict[int, int]:
@@ -104,12 +77,6 @@ class Program:
     def backwards(self) -> Program:
         """The backwards alone."""
         return Program([[a for a in lane if a.kind != "F"] for lane in self.lanes])
-
-
-def _progress(action: Action) -> tuple[bool, int]:
-    """Larger for what should run earlier on a single thread: backwards first, then what is nearest
-    to its end, the last stage for a forward and the first one for a backward."""
-    return action.kind != "F", -action.stage if action.goes_up else action.stage
 
 
 def _lane(
@@ -252,14 +219,17 @@ def order_of_issue(program: Program, waits: frozenset[int] = frozenset()) -> tup
     return tuple(sorted(program.order, key=lambda action: (start[action], action.stage in waits)))
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """What :func:`simulate` predicts; times are in the unit of the costs it was given."""
+class Simulation(NamedTuple):
+    """What :func:`simulate` predicts; times are in the unit of the costs it was given.
+
+    Attributes:
+        start: of each action, in the order of ``Program.order``.
+        bubble: idle share of ``lanes x makespan``, 0 to 1.
+    """
 
     start: dict[Action, float]
     makespan: float
     bubble: float
-    """Idle share of ``lanes x makespan``, 0 to 1."""
 
 
 def units(action: Action) -> float:
@@ -270,15 +240,40 @@ def units(action: Action) -> float:
 def simulate(program: Program, cost: Callable[[Action], float] = units) -> Simulation:
     """Run ``program`` on ideal lanes, without communication cost; ``cost`` is the duration of an
     action, in any unit. A ValueError if the program deadlocks."""
-    end: dict[Action, float] = {}
+    waiting = [deque(lane) for lane in program.lanes]
+    actions = {action for lane in program.lanes for action in lane}
+    clock = [0.0] * len(waiting)
     start: dict[Action, float] = {}
-    clock = [0.0] * len(program.lanes)
-    for action in program.order:
+    end: dict[Action, float] = {}
+    while any(waiting):
+        # Forwards are not needed by backwards alone.
+        needs = {lane[0]: _needs(lane[0]) & actions for lane in waiting if lane}
+        runnable = [action for action, needed in needs.items() if needed <= end.keys()]
+        if not runnable:
+            raise ValueError(f"the program deadlocks: its lanes wait at {list(needs)}")
+        action = max(runnable, key=_progress)
         lane = program.lane_of[action.stage]
-        begin = max([clock[lane], *(end[need] for need in program.needs[action])])
-        start[action] = begin
-        end[action] = clock[lane] = begin + cost(action)
-    makespan = max(end.values(), default=0.0)
-    busy = sum(cost(action) for action in end)
-    capacity = len(program.lanes) * makespan
-    return Simulation(start, makespan, 1.0 - busy / capacity if capacity > 0 else 0.0)
+        start[action] = max([clock[lane], *(end[need] for need in needs[action])])
+        end[action] = clock[lane] = start[action] + cost(action)
+        waiting[lane].popleft()
+    makespan = max(clock, default=0.0)
+    capacity = len(clock) * makespan
+    bubble = 1.0 - sum(map(cost, end)) / capacity if capacity > 0 else 0.0
+    return Simulation(start, makespan, bubble)
+
+
+def _needs(action: Action) -> set[Action]:
+    """What must be done before ``action``: the same on the stage that it receives from, and for a
+    backward its forward or first part."""
+    kind, stage, m = action
+    if kind == "F":
+        return {Action("F", stage - 1, m)}
+    if kind == "W":
+        return {Action("I", stage, m)}
+    return {Action("F", stage, m), Action("B", stage + 1, m), Action("I", stage + 1, m)}
+
+
+def _progress(action: Action) -> tuple[bool, int]:
+    """Larger for what a single thread should run earlier: backwards first, then what is nearest to
+    its end, the last stage for a forward and the first one for a backward."""
+    return action.kind != "F", -action.stage if action.goes_up else action.stage
