@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipekernels._arguments import integer, whole
+from pipekernels._arguments import check_integer, integer, whole
 from pipekernels._torch_private import disable_dynamo, in_forward_mode
 from pipekernels.balance.blockpartition import lengths
 from pipekernels.device.streams import usable
@@ -125,8 +124,7 @@ class Pipe(nn.Module):
         of_torch = [layer for layer in module if type(layer).__module__.startswith("torch.nn.")]
         inner = chain.from_iterable(layer.modules() for layer in of_torch)
         warn_of_sequence_first(inner, self.chunks, self.batch_dim)
-        # Also an enum, as in fairscale.
-        checkpoint = checkpoint if checkpoint in MODES else str(checkpoint)
+        checkpoint = getattr(checkpoint, "value", checkpoint)  # Also an enum, as in fairscale.
         if checkpoint not in MODES:
             raise ValueError(f"checkpoint is {checkpoint!r}; it must be one of {', '.join(MODES)}")
         if execution not in EXECUTIONS:
@@ -137,23 +135,22 @@ class Pipe(nn.Module):
                 "module has parameters whose shape is not known yet; run it once before piping it"
             )
         verify_skippables(module)
-        gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        chosen = gpus if devices is None else list(map(usable, devices))
+        chosen = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        if devices is not None:
+            chosen = list(map(usable, devices))
         if balance is None:
-            sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers(module)]
-            stages = min(len(sizes), len(chosen) if chosen else torch.get_num_threads())
-            balance = lengths([1 + size for size in sizes], stages) if sizes else []
-        self.balance = list(balance)
-        try:
-            self.balance = list(map(operator.index, self.balance))
-        except TypeError:
-            wanted = "it must list integers, the number of layers of each stage"
-            raise TypeError(f"balance is {self.balance}; {wanted}") from None
+            sizes = [1 + sum(p.numel() for p in layer.parameters()) for layer in layers(module)]
+            stages = min(len(sizes), len(chosen) or torch.get_num_threads())
+            balance = lengths(sizes, stages) if sizes else []
+        balance = list(balance)
+        for length in balance:
+            check_integer("an entry of balance", length)
+        self.balance = list(map(int, balance))
         if devices is None and not chosen:
             chosen = [torch.device("cpu")] * len(self.balance)
         partitions = split_module(module, self.balance, chosen)
         self.devices: list[torch.device] = chosen[: len(partitions)]
-        self.checkpoint = MODES[MODES.index(checkpoint)]
+        self.checkpoint = checkpoint
         self.execution = execution
         self.partitions = nn.ModuleList(partitions)
         if deferred_batch_norm:
@@ -329,29 +326,22 @@ class Pipe(nn.Module):
 
     def __len__(self) -> int:
         """Number of layers."""
-        return sum(len(layers(partition)) for partition in self._partitions())
+        return len(self.to_sequential())
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         """Layer ``index`` of the wrapped module; negative ones count from the end. Of a slice, an
         ``nn.Sequential`` of these layers."""
-        try:
-            return self.to_sequential()[index]
-        except IndexError:
-            have = f"the pipe has {len(self)} layers"
-            raise IndexError(f"layer index {index} is out of range; {have}") from None
+        return self.to_sequential()[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
         """The layers of the wrapped module, in order."""
-        for partition in self._partitions():
-            yield from layers(partition)
+        return iter(self.to_sequential())
 
-    def cuda(self, device: Device | None = None) -> Pipe:
-        """Not supported: see ``devices``."""
+    def _deny_move(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported: see ``devices``. Give the layers memory before making the pipe."""
         raise TypeError(_MOVE_DENIED)
 
-    def cpu(self) -> Pipe:
-        """Not supported: see ``devices``."""
-        raise TypeError(_MOVE_DENIED)
+    cuda = cpu = to_empty = _deny_move
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Cast with ``to(dtype)``; ``to(device)`` and ``to(tensor)`` raise a TypeError."""
@@ -360,10 +350,6 @@ class Pipe(nn.Module):
         if "device" in kwargs or "tensor" in kwargs or any(given):
             raise TypeError(_MOVE_DENIED)
         return super().to(*args, **kwargs)
-
-    def to_empty(self, *, device: Device | None, recurse: bool = True) -> Pipe:
-        """Not supported: see ``devices``. Give the layers memory before making the pipe."""
-        raise TypeError(_MOVE_DENIED)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Pipe:
         """As of any module, for :meth:`to` of a module that has this one too; moves raise."""

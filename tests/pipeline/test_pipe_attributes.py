@@ -40,7 +40,7 @@ def test_attributes_and_sequence_protocol() -> None:
     assert len(pipe) == 5 and list(pipe) == original
     assert pipe[0] is original[0] and pipe[-1] is original[-1]
     for index in (5, -6):
-        with pytest.raises(IndexError, match="5 layers"):
+        with pytest.raises(IndexError, match=f"index {index} is out of range"):
             pipe[index]
     assert type(pipe[1:3]) is nn.Sequential and list(pipe[1:3]) == original[1:3]
     with pytest.raises(TypeError, match="'str' object"):
@@ -177,7 +177,7 @@ WITH_HOOK.register_forward_hook(lambda module, inputs, output: output * 2)
         ({"chunks": float("nan")}, ValueError, "chunks is nan"),
         ({"chunks": float("inf")}, ValueError, "chunks is inf"),
         ({"balance": 5}, TypeError, "balance is 5; it must be a list with an entry per stage"),
-        ({"balance": [2.0, 3.0]}, TypeError, r"balance is \[2.0, 3.0\]; it must list integers"),
+        ({"balance": [2.0, 3.0]}, TypeError, "an entry of balance must be an int, got float"),
         ({"devices": ["cpu"]}, IndexError, "1 devices for 2 partitions"),
         ({"devices": "cpu"}, TypeError, "devices is 'cpu'; it must be a list"),
         ({"devices": ["cpu", None]}, TypeError, r"device\(\)"),
