@@ -40,10 +40,8 @@ def measure_seconds(
     argument of the first.
 
     The smallest time counts, because disturbances only make it longer. Gradients are added to
-    existing ones, as from the second micro-batch on.
-
-    Raises:
-        ValueError: ``timeout`` is negative or infinite, or a layer has collectives.
+    existing ones, as from the second micro-batch on. A ValueError if ``timeout`` is negative or
+    infinite, or a layer has collectives.
     """
     if not 0 <= timeout < math.inf:
         raise ValueError(f"timeout is {timeout}; it must be a number of seconds, at least 0")

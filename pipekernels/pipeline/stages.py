@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipekernels._arguments import integer
+from pipekernels._arguments import check_kind, integer
 from pipekernels._torch_private import module_has_hooks
 from pipekernels.pipeline.pipe import Pipe
 from pipekernels.pipeline.stage.partition import check_sequential
@@ -43,8 +43,7 @@ class PipelineStage(nn.Module):
             TypeError: ``layer`` is not a module.
             RuntimeError: the stage is part of a pipeline.
         """
-        if not isinstance(layer, nn.Module):
-            raise TypeError(f"layer must be an nn.Module, not {type(layer).__name__}")
+        check_kind("layer", layer, nn.Module, "an nn.Module")
         if self._complete:
             raise RuntimeError(
                 f"stage {self.index} is part of a pipeline, which would not run the new layer; "
@@ -93,7 +92,8 @@ class PipelineParallel(Pipe):
     ) -> None:
         ordered = _in_order(stages)
         chunks = integer("num_micro_batches", num_micro_batches)
-        layers = [list(stage.layers) or [nn.Identity()] for stage in ordered]
+        at_start = tuple(map(_layers_of, ordered))
+        layers = [own or (nn.Identity(),) for own in at_start]
         module = nn.Sequential(*chain.from_iterable(layers))
         module.training = any(stage.training for stage in ordered)
         super().__init__(
@@ -108,12 +108,11 @@ class PipelineParallel(Pipe):
             stage._complete = True
         # Tuples, so that they are not registered as submodules, which the partitions' layers are.
         self._stages = tuple(ordered)
-        self._layers_at_start = tuple([tuple(stage.layers) for stage in ordered])
+        self._layers_at_start = at_start
 
     def _batch(self, value: Any) -> Batch:
         for stage, layers in zip(self._stages, self._layers_at_start, strict=True):
-            _check_only_layers(stage)
-            if tuple(stage.layers) != layers:
+            if _layers_of(stage) != layers:
                 raise RuntimeError(
                     f"the layers of stage {stage.index} have changed since the pipeline was made, "
                     "which would run the former ones; replace them in the pipeline, "
@@ -133,10 +132,7 @@ class PipelineParallel(Pipe):
 def _in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
     stages = list(stages)
     for position, stage in enumerate(stages):
-        if not isinstance(stage, PipelineStage):
-            kind = type(stage).__name__
-            raise TypeError(f"stages[{position}] must be a PipelineStage, not {kind}")
-        _check_only_layers(stage)
+        check_kind(f"stages[{position}]", stage, PipelineStage, "a PipelineStage")
     if not stages:
         raise ValueError("there is no stage; a pipeline needs at least one")
     ordered = sorted(stages, key=lambda stage: stage.index)
@@ -148,8 +144,8 @@ def _in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
     return ordered
 
 
-def _check_only_layers(stage: PipelineStage) -> None:
-    """Raise a TypeError unless ``stage`` does nothing but call its layers."""
+def _layers_of(stage: PipelineStage) -> tuple[nn.Module, ...]:
+    """The layers of ``stage``; a TypeError if it does more than call them."""
     check_sequential(stage.layers)
     has_forward = type(stage).forward is not PipelineStage.forward or "forward" in vars(stage)
     has_more = stage._parameters or stage._buffers or len(stage._modules) > 1
@@ -158,6 +154,7 @@ def _check_only_layers(stage: PipelineStage) -> None:
             f"stage {stage.index} has its own forward, parameters, modules or hooks, and the "
             "pipeline runs its layers alone; make a layer of them, stage.add_layer(module)"
         )
+    return tuple(stage.layers)
 
 
 def _devices(stages: Sequence[PipelineStage]) -> list[torch.device]:

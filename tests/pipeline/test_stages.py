@@ -138,7 +138,7 @@ def test_layers_of_a_stage_that_change_later() -> None:
 
 def test_bad_layers_and_indices() -> None:
     for bad in (nn.functional.relu, None, "Linear"):
-        with pytest.raises(TypeError, match="layer must be an nn.Module, not "):
+        with pytest.raises(TypeError, match="layer must be an nn.Module, got "):
             PipelineStage(0).add_layer(bad)
     for index in (-1, 1.0, True, "0"):
         with pytest.raises(ValueError, match=f"index is {index!r}; it must be"):
@@ -166,7 +166,7 @@ def test_bad_pipelines(indices: list[int], num_micro_batches: Any, message: str)
 
 
 def test_arguments_that_are_not_stages() -> None:
-    with pytest.raises(TypeError, match=r"stages\[1\] must be a PipelineStage, not Linear"):
+    with pytest.raises(TypeError, match=r"stages\[1\] must be a PipelineStage, got Linear"):
         PipelineParallel([PipelineStage(0), nn.Linear(1, 1)], 2)
     with pytest.raises(ValueError, match="checkpoint is 'sometimes'"):
         PipelineParallel(stages(), 2, checkpoint="sometimes")

@@ -158,16 +158,9 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule by name, for any number of stages and micro-batches.
-
-    Args:
-        name: one of :data:`SCHEDULES`.
-        interleave: for ``'interleaved'``, the number of lanes.
-
-    Raises:
-        ValueError: there is no such schedule, or ``interleave`` is missing, not an integer of at
-            least 1, or given for another schedule.
-    """
+    """A schedule by name, one of :data:`SCHEDULES`, for any number of stages and micro-batches;
+    ``interleave`` is the number of lanes of ``'interleaved'``. A ValueError if it is missing, below
+    1 or given for another schedule, or if there is no such schedule."""
 
     name: str
     interleave: int | None = None

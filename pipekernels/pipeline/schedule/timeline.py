@@ -130,8 +130,8 @@ class Timeline:
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the Trace Event Format that Perfetto and chrome://tracing read: a row per lane."""
         rows: list[dict[str, Any]] = [
-            {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}
-            for lane, name in enumerate(self._lane_names())
+            {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": f"lane {i}"}}
+            for i in range(self._lanes())
         ]
         for lane, (kind, stage, micro_batch), start, seconds in self._spans():
             rows.append(
@@ -155,8 +155,8 @@ class Timeline:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
-        names, spans = self._lane_names(), self._spans()
-        figure = Figure(figsize=(14, 1.4 + 0.7 * len(names)), layout="constrained")
+        lanes, spans = self._lanes(), self._spans()
+        figure = Figure(figsize=(14, 1.4 + 0.7 * lanes), layout="constrained")
         axes = figure.add_subplot(
             title=f"bubble {self.bubble:.1%}",
             xlabel="time (ms); numbers are micro-batches",
@@ -167,7 +167,7 @@ class Timeline:
             axes.barh(lane, width, 0.8, left, color=_COLOURS[kind], edgecolor="white")
             axes.text(left + width / 2, lane, str(micro_batch), ha="center", va="center")
         axes.margins(x=0)
-        axes.set_yticks(range(len(names)), names)
+        axes.set_yticks(range(lanes), [f"lane {i}" for i in range(lanes)])
         axes.invert_yaxis()
         kinds = {action.kind for _, action, *_ in spans}
         axes.legend(
@@ -186,10 +186,5 @@ class Timeline:
             for program, (action, start, end) in events
         ]
 
-    def _lane_names(self) -> list[str]:
-        """A name for each lane, from its stages."""
-        stages: dict[int, set[int]] = {}
-        for phase in self.phases:
-            for stage, lane in phase.program.lane_of.items():
-                stages.setdefault(lane, set()).add(stage)
-        return ["stage " + ", ".join(map(str, sorted(stages[lane]))) for lane in sorted(stages)]
+    def _lanes(self) -> int:
+        return max((len(phase.program.lanes) for phase in self.phases), default=0)

@@ -47,12 +47,8 @@ def torch_stage(
 
 
 class _Layers(nn.Sequential):
-    """A partition as torch's stages call it, with several tensors as separate arguments.
-
-    Args:
-        partition: the layers.
-        spread: whether its first layer takes them so, as in a pipe; else it takes a tuple.
-    """
+    """A partition as torch's stages call it, with several tensors as separate arguments. Its first
+    layer takes them so if ``spread``, as in a pipe, and else a tuple."""
 
     def __init__(self, partition: nn.Sequential, spread: bool) -> None:
         super().__init__(OrderedDict(partition._modules))

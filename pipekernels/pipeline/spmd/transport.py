@@ -41,13 +41,7 @@ class Axis(NamedTuple):
 
 def axis_of(mesh: DeviceMesh | None, name: str, replicated: Collection[str] = ()) -> Axis:
     """The dimension ``name`` of ``mesh``, by default of the enclosing mesh. The ranks along the
-    dimensions ``replicated`` work on the same activations.
-
-    Raises:
-        ValueError: there is no mesh, it lacks a dimension or this rank, or ``replicated`` has
-            ``name``.
-        TypeError: ``mesh`` is not a ``DeviceMesh``.
-    """
+    dimensions ``replicated`` work on the same activations. Errors as of ``execute_pipeline``."""
     from torch.distributed.device_mesh import DeviceMesh  # Slow to import.
 
     if mesh is None:

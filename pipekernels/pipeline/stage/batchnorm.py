@@ -28,8 +28,7 @@ class DeferredBatchNorm(BatchNormBase):
     Inputs: ``[N, C, ...]``, floating point.
 
     Args:
-        args: those of ``nn.BatchNorm1d``.
-        kwargs: those of ``nn.BatchNorm1d``.
+        args, kwargs: those of ``nn.BatchNorm1d``.
         chunks: number of micro-batches of a mini-batch.
     """
 

@@ -52,13 +52,8 @@ def split_module(
     module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
 ) -> list[nn.Sequential]:
     """Cut ``module`` by ``balance`` and move each partition to its device. Layer names are kept.
-
-    Raises:
-        ValueError: ``balance`` has an entry below 1 or does not add up to the number of layers, or
-            partitions on different devices share a parameter, or a module that has buffers; or a
-            parameter has no values, as it is on the meta device.
-        IndexError: fewer devices than partitions.
-    """
+    A ValueError if ``balance`` does not fit or a partition cannot be moved, an IndexError if there
+    are fewer devices."""
     named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
     if any(length <= 0 for length in balance):
         raise ValueError(f"balance is {list(balance)}; every partition needs at least one layer")

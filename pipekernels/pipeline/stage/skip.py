@@ -1,23 +1,8 @@
 """Skip connections: tensors that a layer stashes and a later layer, or stage, pops.
 
-The forward of a layer with skips is a generator::
-
-    @skippable(stash=["residual"])
-    class Down(nn.Module):
-        def forward(self, x):
-            yield stash("residual", x)
-            return self.convolution(x)
-
-
-    @skippable(pop=["residual"])
-    class Up(nn.Module):
-        def forward(self, x):
-            residual = yield pop("residual")
-            return self.convolution(x) + residual
-
 In a pipe a skip goes directly from the stage that stashes it to the one that pops it, and its
 gradient goes directly back (Kim et al., torchgpipe, 2020). The layers also work in an unwrapped
-``nn.Sequential``.
+``nn.Sequential``. :doc:`/guides/pipe` has an example.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def test_a_pipe_records_both_ways(checkpoint: str, tmp_path: Path, device: torch
     timeline.save_trace(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {row["tid"]: row["args"]["name"] for row in trace if row["ph"] == "M"}
-    assert names == {0: "stage 0", 1: "stage 1"}
+    assert names == {0: "lane 0", 1: "lane 1"}
     spans = [row for row in trace if row["ph"] == "X"]
     assert len(spans) == 12 and min(row["ts"] for row in spans) == pytest.approx(0, abs=1)
     assert {(row["name"], row["tid"]) for row in spans} == {
