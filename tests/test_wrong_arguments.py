@@ -79,8 +79,8 @@ OTHERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no torchrun": (Communicator.from_process_group, RuntimeError, "start the program by torchrun"),
     "meta": (
         lambda: Pipe(META, [1, 1], devices=["cpu"] * 2),
-        ValueError,
-        "'0.weight' is on the meta device.*to_empty",
+        NotImplementedError,
+        "no data.*to_empty",
     ),
     "gpu:0": (lambda: on("gpu:0"), RuntimeError, "device type at start of device string: gpu"),
     "placed on gpu:0": (

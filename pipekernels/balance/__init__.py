@@ -14,7 +14,7 @@ from torch import nn
 
 from pipekernels._arguments import integer
 from pipekernels.balance import blockpartition
-from pipekernels.balance.blockpartition import check_partitions, lengths
+from pipekernels.balance.blockpartition import lengths
 from pipekernels.balance.profile import first_micro_batch, measure_bytes, measure_seconds
 from pipekernels.device.streams import usable
 from pipekernels.pipeline.stage.partition import check_sequential, layers
@@ -94,7 +94,7 @@ def balance_by_size(
 def _checked(module: nn.Sequential, partitions: int, device: Device | None) -> torch.device:
     """Where to measure, once ``module`` can be cut."""
     check_sequential(module)
-    check_partitions(len(layers(module)), partitions)
+    lengths([0.0] * len(layers(module)), partitions)  # Raises now, not after the measurement.
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return usable(device)

@@ -33,7 +33,10 @@ def lengths(costs: Sequence[float], partitions: int) -> list[int]:
     """Lengths of the blocks of :func:`solve`, with its errors. Ties go to the smallest sum of
     squared sums, then to the smallest sum of squared lengths."""
     n = len(costs)
-    check_partitions(n, partitions)
+    if n < integer("partitions", partitions):
+        raise ValueError(
+            f"{n} elements cannot be cut into {partitions} partitions; use at most {n}"
+        )
     if not all(0 <= cost < inf for cost in costs):
         raise ValueError(f"costs are {list(costs)}; all must be finite, none negative")
     places = torch.arange(n + 1, device="cpu")
@@ -59,11 +62,3 @@ def lengths(costs: Sequence[float], partitions: int) -> list[int]:
     for chosen in reversed(ends):
         bounds.append(chosen[bounds[-1]])
     return [end - begin for begin, end in pairwise(bounds)]
-
-
-def check_partitions(n: int, partitions: int) -> None:
-    """Raise a ValueError unless ``n`` elements can be cut into ``partitions`` non-empty blocks."""
-    if n < integer("partitions", partitions):
-        raise ValueError(
-            f"{n} elements cannot be cut into {partitions} partitions; use at most {n}"
-        )

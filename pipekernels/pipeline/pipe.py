@@ -296,21 +296,19 @@ class Pipe(nn.Module):
         """A stage of this pipe for the schedules of ``torch.distributed.pipelining``
         (:doc:`/guides/spmd`).
 
-        The stage's module has the pipe's layers under the wrapped module's keys. It does not use
-        the pipe's checkpointing and seeding, and stages cannot pass on a tuple of one tensor.
+        Its module has the pipe's layers under the wrapped module's keys. It does not use the pipe's
+        checkpointing and seeding, and stages cannot pass on a tuple of one tensor.
 
         Args:
-            stage_index: which stage. Default: the one of this rank's number, for a group with a
-                rank per stage. Schedules that interleave take several stages per rank.
-            device: where the stage's layers are moved; if they were elsewhere, the pipe cannot be
-                used any more. Default: their present device.
+            stage_index: which stage. Default: this rank's number, in a group with a rank per stage.
+            device: where the stage's layers are moved, away from this pipe. Default: nowhere.
             group: the ranks that run the stages. Default: all.
 
         Raises:
             RuntimeError: there are more ranks than stages.
             ValueError: ``torch.distributed`` is not initialised, the group does not have a rank per
-                stage, ``stage_index`` is out of range, stages share a parameter, or the pipe was
-                built with ``deferred_batch_norm``.
+                stage, ``stage_index`` is out of range, stages share a parameter or a skip, or the
+                pipe was built with ``deferred_batch_norm``.
         """
         return torch_stage(self._partitions(), self.devices, stage_index, device, group)
 
@@ -345,9 +343,8 @@ class Pipe(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Cast with ``to(dtype)``; ``to(device)`` and ``to(tensor)`` raise a TypeError."""
-        moves = (torch.device, int, str, torch.Tensor)
-        given = [isinstance(a, moves) and not isinstance(a, bool) for a in args]
-        if "device" in kwargs or "tensor" in kwargs or any(given):
+        moves = isinstance((*args, None)[0], (torch.device, int, str, torch.Tensor))
+        if moves or "device" in kwargs or "tensor" in kwargs:
             raise TypeError(_MOVE_DENIED)
         return super().to(*args, **kwargs)
 

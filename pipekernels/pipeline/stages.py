@@ -34,21 +34,11 @@ class PipelineStage(nn.Module):
         super().__init__()
         self.index = integer("index", index, least=0)
         self.layers = nn.Sequential()
-        self._complete = False
 
     def add_layer(self, layer: nn.Module) -> PipelineStage:
-        """Append ``layer``, which takes what the layer before it returns; returns the stage.
-
-        Raises:
-            TypeError: ``layer`` is not a module.
-            RuntimeError: the stage is part of a pipeline.
-        """
+        """Append ``layer``, which takes what the layer before it returns; returns the stage. A
+        TypeError if it is not a module."""
         check_kind("layer", layer, nn.Module, "an nn.Module")
-        if self._complete:
-            raise RuntimeError(
-                f"stage {self.index} is part of a pipeline, which would not run the new layer; "
-                "add all layers before making the pipeline"
-            )
         self.layers.append(layer)
         return self
 
@@ -78,8 +68,8 @@ class PipelineParallel(Pipe):
             hooks. So do forward and ``train_step`` if it gets them later.
         ValueError: no stage, an index that occurs twice or is left out, ``num_micro_batches`` below
             1, a stage whose layers are on several devices, or an unknown ``checkpoint``.
-        RuntimeError: in forward and ``train_step``, if layers of a stage have been replaced: do
-            that in ``partitions``.
+        RuntimeError: in forward and ``train_step``, if layers of a stage have been added or
+            replaced since: replace them in ``partitions``.
     """
 
     def __init__(
@@ -104,8 +94,6 @@ class PipelineParallel(Pipe):
             checkpoint=checkpoint,
             execution=execution,
         )
-        for stage in ordered:
-            stage._complete = True
         # Tuples, so that they are not registered as submodules, which the partitions' layers are.
         self._stages = tuple(ordered)
         self._layers_at_start = at_start

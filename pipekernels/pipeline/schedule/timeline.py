@@ -14,13 +14,12 @@ import torch
 
 from pipekernels.pipeline.schedule.program import Action, ActionKind, Program
 
-_NAMES: dict[ActionKind, str] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward of inputs",
-    "W": "backward of parameters",
+_KINDS: dict[ActionKind, tuple[str, str]] = {
+    "F": ("forward", "#4c78a8"),
+    "B": ("backward", "#f58518"),
+    "I": ("backward of inputs", "#f58518"),
+    "W": ("backward of parameters", "#54a24b"),
 }
-_COLOURS: dict[ActionKind, str] = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
 _IDLE = "#e8e8e8"
 
 
@@ -130,8 +129,8 @@ class Timeline:
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the Trace Event Format that Perfetto and chrome://tracing read: a row per lane."""
         rows: list[dict[str, Any]] = [
-            {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": f"lane {i}"}}
-            for i in range(self._lanes())
+            {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": name}}
+            for i, name in enumerate(self._lanes())
         ]
         for lane, (kind, stage, micro_batch), start, seconds in self._spans():
             rows.append(
@@ -140,7 +139,7 @@ class Timeline:
                     "pid": 0,
                     "tid": lane,
                     "name": f"{kind}{micro_batch}",
-                    "cat": _NAMES[kind],
+                    "cat": _KINDS[kind][0],
                     "ts": start * 1e6,
                     "dur": seconds * 1e6,
                     "args": {"stage": stage, "micro_batch": micro_batch},
@@ -153,28 +152,23 @@ class Timeline:
         ImportError without matplotlib."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
 
-        lanes, spans = self._lanes(), self._spans()
-        figure = Figure(figsize=(14, 1.4 + 0.7 * lanes), layout="constrained")
+        lanes = self._lanes()
+        figure = Figure(figsize=(14, 1.4 + 0.7 * len(lanes)), layout="constrained")
         axes = figure.add_subplot(
             title=f"bubble {self.bubble:.1%}",
             xlabel="time (ms); numbers are micro-batches",
             facecolor=_IDLE,
         )
-        for lane, (kind, _, micro_batch), start, seconds in spans:
-            left, width = start * 1e3, seconds * 1e3
-            axes.barh(lane, width, 0.8, left, color=_COLOURS[kind], edgecolor="white")
+        bars = {}
+        for lane, (kind, _, micro_batch), start, seconds in self._spans():
+            left, width, (name, colour) = start * 1e3, seconds * 1e3, _KINDS[kind]
+            bars[name] = axes.barh(lane, width, 0.8, left, color=colour, edgecolor="white")
             axes.text(left + width / 2, lane, str(micro_batch), ha="center", va="center")
         axes.margins(x=0)
-        axes.set_yticks(range(lanes), [f"lane {i}" for i in range(lanes)])
+        axes.set_yticks(range(len(lanes)), lanes)
         axes.invert_yaxis()
-        kinds = {action.kind for _, action, *_ in spans}
-        axes.legend(
-            handles=[Patch(color=_COLOURS[k], label=_NAMES[k]) for k in _NAMES if k in kinds],
-            loc="upper left",
-            bbox_to_anchor=(1, 1),
-        )
+        axes.legend(bars.values(), bars, loc="upper left", bbox_to_anchor=(1, 1))
         FigureCanvasAgg(figure).print_figure(os.fspath(path), dpi=130)
 
     def _spans(self) -> list[tuple[int, Action, float, float]]:
@@ -186,5 +180,7 @@ class Timeline:
             for program, (action, start, end) in events
         ]
 
-    def _lanes(self) -> int:
-        return max((len(phase.program.lanes) for phase in self.phases), default=0)
+    def _lanes(self) -> list[str]:
+        """Their names."""
+        most = max((len(phase.program.lanes) for phase in self.phases), default=0)
+        return [f"lane {i}" for i in range(most)]

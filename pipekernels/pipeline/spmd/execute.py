@@ -16,6 +16,7 @@ memory the backward frees micro-batch by micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -194,25 +195,22 @@ class PipelineModule(nn.Module):
         self.model_axis_name = model_axis_name
         self.num_microbatches = integer("num_microbatches", num_microbatches)
         self.module_fn = module_fn
-        self.replicated_axis_names = tuple(replicated_axis_names)
         axis = axis_of(mesh, model_axis_name, replicated_axis_names)
-        self._mesh = enclosing_mesh() if mesh is None else mesh
+        self._execute = partial(
+            execute_pipeline,
+            num_microbatches=self.num_microbatches,
+            model_axis_name=model_axis_name,
+            mesh=enclosing_mesh() if mesh is None else mesh,
+            replicated_axis_names=tuple(replicated_axis_names),
+        )
         generators = generators_of([axis.device])
-        seeds = Seeds(generators)
-        with preserved(generators), seeds.seeded(0, axis.stage):
+        with preserved(generators), Seeds(generators).seeded(0, axis.stage):
             self.module = module_fn()
         check_kind("what module_fn returns", self.module, nn.Module, "an nn.Module")
 
     def forward(self, x: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run a batch; arguments, result and errors are those of :func:`execute_pipeline`."""
-        return execute_pipeline(
-            *(self.module, x, *args),
-            num_microbatches=self.num_microbatches,
-            model_axis_name=self.model_axis_name,
-            mesh=self._mesh,
-            replicated_axis_names=self.replicated_axis_names,
-            **kwargs,
-        )
+        return self._execute(self.module, x, *args, **kwargs)
 
 
 def _parts(x: Any, count: int) -> Sequence[Tensor]:
@@ -222,8 +220,7 @@ def _parts(x: Any, count: int) -> Sequence[Tensor]:
             f"Batch size {len(x)} must be divisible by number of microbatches {count}; change one "
             "of them, or pad the batch"
         )
-    parts: Sequence[Tensor] = x.tensor_split(count)
-    return parts
+    return list(x.tensor_split(count))
 
 
 def _start(previous: Link | None, axis: Axis, x: Any, module: nn.Module, arguments: Any) -> Tensor:

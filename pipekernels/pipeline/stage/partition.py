@@ -74,14 +74,9 @@ def split_module(
         partition = nn.Sequential(OrderedDict(islice(rest, length)))
         partition.training = module.training  # Its layers keep their own modes.
         partitions.append(partition)
-        fixed: list[tuple[str, object]] = []
-        for name, parameter in partition.named_parameters():
-            fixed.append((f"parameter {name!r}", parameter))
-            if parameter.is_meta and device.type != "meta":
-                raise ValueError(
-                    f"{name!r} is on the meta device, so it has no values that could be copied to "
-                    f"{device}; give it memory first (to_empty, then load_state_dict)"
-                )
+        fixed: list[tuple[str, object]] = [
+            (f"parameter {name!r}", parameter) for name, parameter in partition.named_parameters()
+        ]
         # Modules may share a buffer: Module.to() gives each one a copy. Stages may not share one
         # module with buffers: it would be moved away from the first stage.
         for name, layer in partition.named_modules():

@@ -205,25 +205,24 @@ def verify_skippables(module: nn.Sequential) -> None:
     faults: list[str] = []
     stashed: dict[Key, str] = {}
     popped: set[Key] = set()
+
+    def fault(name: str, does: str, key: Key, why: str) -> None:
+        faults.append(f"layer {name!r} {does} {key[1]!r}, which {why}")
+
     for name, layer in module.named_modules():
-        if not hasattr(layer, "_stashes"):
-            continue
-        for key in layer.poppable():
-            why = None if key in stashed else "no earlier layer stashes"
-            why = "an earlier layer pops already" if key in popped else why
-            if why is not None:
-                faults.append(f"layer {name!r} pops {key[1]!r}, which {why}")
+        for key in layer.poppable() if hasattr(layer, "_pops") else ():
+            if key in popped:
+                fault(name, "pops", key, "an earlier layer pops already")
+            elif key not in stashed:
+                fault(name, "pops", key, "no earlier layer stashes")
             popped.add(key)
-        for key in layer.stashable():
-            first = stashed.setdefault(key, name)
-            if first != name:
-                why = f"layer {first!r} stashes already"
-                faults.append(f"layer {name!r} stashes {key[1]!r}, which {why}")
-    faults += [
-        f"layer {name!r} stashes {key[1]!r}, which no later layer pops"
-        for key, name in stashed.items()
-        if key not in popped
-    ]
+        for key in layer.stashable() if hasattr(layer, "_stashes") else ():
+            if key in stashed:
+                fault(name, "stashes", key, f"layer {stashed[key]!r} stashes already")
+            stashed.setdefault(key, name)
+    for key, name in stashed.items():
+        if key not in popped:
+            fault(name, "stashes", key, "no later layer pops")
     if faults:
         raise TypeError(
             "skips do not match (layers that use one name for different skips need "
