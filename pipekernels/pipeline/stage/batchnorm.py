@@ -125,47 +125,37 @@ def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
-    """Replace every ``nn.BatchNorm1d/2d/3d`` in ``module``, in place, by a
-    :class:`DeferredBatchNorm`; also one for another number of chunks, but no ``nn.SyncBatchNorm``.
+    """Make every ``nn.BatchNorm1d/2d/3d`` in ``module`` a :class:`DeferredBatchNorm`, but no
+    ``nn.SyncBatchNorm``. One that is deferred already gets another number of chunks.
 
-    Parameters, statistics and state_dict keys stay the same.
+    Parameters, statistics, hooks and state_dict keys stay the same.
 
     Args:
-        module: the model; returned, or its replacement if it is a BatchNorm itself.
+        module: the model; returned.
         chunks: number of micro-batches after which a layer that is run outside a pipe updates its
             running statistics.
 
     Raises:
         ValueError: ``chunks`` is below 1.
-        TypeError: a BatchNorm overrides forward, is lazy or parametrized. Nothing is replaced then.
+        TypeError: a BatchNorm overrides forward, is lazy or parametrized. None is changed then.
     """
     chunks = integer("chunks", whole(chunks))
     check_kind("module", module, nn.Module, "an nn.Module")
-    replacements: dict[nn.Module | None, nn.Module] = {
-        norm: _deferred(name, norm, chunks)
-        for name, norm in module.named_modules()
-        if isinstance(norm, BatchNormBase)
-        and not isinstance(norm, nn.SyncBatchNorm)
-        and not (isinstance(norm, DeferredBatchNorm) and norm.chunks == chunks)
-    }
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            parent._modules[name] = replacements.get(child, child)
-    return replacements.get(module) or module
-
-
-def _deferred(name: str, norm: BatchNormBase, chunks: int) -> DeferredBatchNorm:
-    forwards = BatchNormBase.forward, DeferredBatchNorm.forward
-    is_plain = type(norm).forward in forwards and not hasattr(norm, "parametrizations")
-    if not is_plain or isinstance(norm, LazyModuleMixin):
-        raise TypeError(
-            f"{name or 'the module'} is a {type(norm).__name__}, which does more than BatchNorm "
-            "does, and that would be lost; use nn.BatchNorm1d, 2d or 3d there (a lazy one becomes "
-            "that with its first input), or no deferred batch norm"
-        )
-    deferred = DeferredBatchNorm(
-        norm.num_features, affine=False, track_running_stats=False, chunks=chunks
-    )
-    vars(deferred).update(vars(norm), chunks=chunks)
-    deferred.discard()
-    return deferred
+    norms: list[Any] = []
+    for name, norm in module.named_modules():
+        if not isinstance(norm, BatchNormBase) or isinstance(norm, nn.SyncBatchNorm):
+            continue
+        is_plain = type(norm).forward in (BatchNormBase.forward, DeferredBatchNorm.forward)
+        if not is_plain or hasattr(norm, "parametrizations") or isinstance(norm, LazyModuleMixin):
+            raise TypeError(
+                f"{name or 'the module'} is a {type(norm).__name__}, which does more than "
+                "BatchNorm does, and that would be lost; use nn.BatchNorm1d, 2d or 3d there (a "
+                "lazy one becomes that with its first input), or no deferred batch norm"
+            )
+        norms.append(norm)
+    for norm in norms:
+        if not isinstance(norm, DeferredBatchNorm) or norm.chunks != chunks:
+            norm.__class__ = DeferredBatchNorm
+            norm.chunks, norm.in_pipe = chunks, False
+            norm.discard()
+    return module
