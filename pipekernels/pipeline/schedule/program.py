@@ -37,19 +37,17 @@ class Program:
 
     def __init__(self, lanes: Iterable[Iterable[Action]]) -> None:
         self.lanes = tuple(tuple(lane) for lane in lanes)
-        self.stages = 1 + max((a.stage for lane in self.lanes for a in lane), default=-1)
 
-    def before(self, action: Action) -> int | None:
-        """The stage whose result ``action`` receives, or None."""
-        return self._neighbour(action, -1)
-
-    def after(self, action: Action) -> int | None:
-        """The stage that receives the result of ``action``, or None."""
-        return self._neighbour(action, 1)
-
-    def _neighbour(self, action: Action, step: int) -> int | None:
-        stage = action.stage + (-step if action.goes_up else step)
-        return stage if 0 <= stage < self.stages and action.kind != "W" else None
+    @cached_property
+    def receivers(self) -> dict[Action, Action]:
+        """For each action, if there is one, the action that gets its result."""
+        found = {action: _needs(action) for lane in self.lanes for action in lane}
+        return {
+            sender: action
+            for action, needs in found.items()
+            for sender in needs & found.keys()
+            if sender.stage != action.stage
+        }
 
     @cached_property
     def order(self) -> tuple[Action, ...]:

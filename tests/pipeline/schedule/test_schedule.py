@@ -37,11 +37,13 @@ def test_orders_keep_lanes_and_dependencies(name: str, stages: int, micro_batche
             assert sorted(order) == sorted(action for lane in part.lanes for action in lane)
             for lane in part.lanes:
                 assert [position[a] for a in lane] == sorted(position[a] for a in lane)
-            for kind, stage, m in order:
-                before = part.before(Action(kind, stage, m))
-                needed = [Action(k, before, m) for k in ("F" if kind == "F" else "BI")]
-                found = [position[need] for need in needed if need in position]
-                assert before is None or min(found) < position[kind, stage, m]
+            for sender, receiver in part.receivers.items():
+                assert position[sender] < position[receiver]
+            for action in order:
+                kind, stage, m = action
+                kinds, to = ("F", stage + 1) if kind == "F" else ("BI", stage - 1)
+                next_ones = {Action(k, to, m) for k in kinds if kind != "W"} & position.keys()
+                assert {part.receivers.get(action)} - {None} == next_ones
 
 
 def test_devices_with_two_stages_each_are_kept_busy() -> None:
