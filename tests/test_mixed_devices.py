@@ -62,7 +62,7 @@ CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {  # Of two tensors and the g
     "gather": lambda x, y, group: dist.gather(x, [y], 0),
     "scatter": lambda x, y, group: dist.scatter(x, [y], 0),
     "alltoall": lambda x, y, group: dist.all_to_all([x], [y]),
-    "alltoall_base": lambda x, y, group: dist.all_to_all_single(x, y),
+    "alltoall_base": lambda x, y, group: group.alltoall_base(x, y, [], []),
     "recv_anysource": lambda x, y, group: group.recv_anysource([x], 0),
     "send": lambda x, y, group: group.send([x], 0, 0),
     "recv": lambda x, y, group: group.recv([x], 0, 0),
@@ -86,22 +86,22 @@ def test_calls_with_tensors_of_another_device_are_handed_over(name: str, group: 
     if name in CALLS:
         call(x, y, group)
         assert len(registered()) == 2  # Torch has made the second group, and takes the arguments.
-    recorder = group._others._made["meta"] = Recorder()
+    recorder = group._others["meta"] = Recorder()
     call(x, y, group)
-    del group._others._made["meta"]
+    del group._others["meta"]
     [(called, args)] = recorder.calls
     assert called == name
     assert any(given is x for given in torch.utils._pytree.tree_leaves(args))
 
 
 def test_calls_that_torch_joins_or_makes_in_cpp_are_handed_over(group: Any) -> None:
-    recorder = group._others._made["meta"] = Recorder()
+    recorder = group._others["meta"] = Recorder()
     x = torch.empty(3, device="meta")
     with dist.distributed_c10d._coalescing_manager(device=torch.device("meta")):
         dist.all_reduce(x)
     with pytest.raises(RuntimeError):  # The recorder's works are not torch's.
         dist._broadcast_coalesced(group, [x, x[:2]], 1 << 20, 0)
-    del group._others._made["meta"]
+    del group._others["meta"]
     joined = ["_start_coalescing", "allreduce_coalesced", "_end_coalescing"]
     assert [name for name, _ in recorder.calls] == [*joined, "broadcast"]
 
@@ -161,7 +161,7 @@ def test_other_groups_come_and_go(rank: int, tmp_path: Path) -> None:
     group = dist.new_group(order, **unsorted)
     if rank in order:
         dist.all_reduce(x, group=group)
-        other = group._others._made["meta"]
+        other = group._others["meta"]
         assert dist.get_process_group_ranks(other) == order
         assert dist.get_rank(other) == order.index(rank) and other.size() == 2
         assert len(registered()) == 3

@@ -7,7 +7,8 @@ asynchronous one runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import datetime
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -24,47 +25,47 @@ _REDUCTIONS = {
     dist.ReduceOp.BOR: "or",
     dist.ReduceOp.BXOR: "xor",
 }
-_UNSCALED = {op: name for op, name in _REDUCTIONS.items() if op != dist.ReduceOp.PREMUL_SUM}
 
 
-def listed(given: Sequence[Any]) -> tuple[list[Any], ...]:
-    """Copies of the lists of a call; if one is a tensor, the others lack a level too."""
-    is_alone = any(isinstance(each, Tensor) for each in given)
-    wrapped = (
-        [each] if isinstance(each, Tensor) or (is_alone and each) else each or [] for each in given
-    )
-    return tuple(
-        [[*part] if isinstance(part, (list, tuple)) else part for part in each] for each in wrapped
-    )
+def parts_of(given: Sequence[Any], is_one: bool) -> list[list[Any]]:
+    """The parts of a call: a tensor, or a copy of a list, for each argument. Those that a rank does
+    not give are empty lists.
+
+    Args:
+        given: the arguments: lists of what the parts have, or what the only part has.
+        is_one: there is one part. So it is too if an argument is a tensor.
+    """
+    if is_one or isinstance(given[0], Tensor) or isinstance(given[-1], Tensor):
+        lists = [[each] for each in given]
+    else:
+        count = len(given[0] or given[-1])
+        lists = [each or [()] * count for each in given]
+    parts = []
+    for part in zip(*lists, strict=True):
+        parts.append([each if isinstance(each, Tensor) else [*(each or ())] for each in part])
+    return parts
 
 
-def renewed(kind: Any, opts: Any) -> Any:
-    """Options with the timeout of ``opts``, which the caller may use again."""
-    options = kind()
-    options.timeout = opts.timeout
-    return options
+def tensors_in(parts: Iterable[list[Any]], arguments: slice) -> list[Tensor]:
+    """Those among ``arguments`` and in lists there."""
+    found: list[Tensor] = []
+    for part in parts:
+        for each in part[arguments]:
+            found += each if isinstance(each, list) else (each,)
+    return found
 
 
-def options_of(
-    kind: Any, opts: Any = None, timeout: Any = None, *, root: Any = None, op: Any = None
-) -> Any:
-    """The options of a call: ``opts``, or new ones if that is none, or a root or reduction."""
-    if hasattr(opts, "timeout"):
-        return opts
-    options = kind()
-    if isinstance(opts, int):
-        root = opts
-    elif opts is not None:
-        op = opts
-    for name, value in (("rootRank", root), ("reduceOp", op), ("timeout", timeout)):
+def options_of(*given: Any, **fields: Any) -> Any:
+    """The options of a call: what it is given, or new ones with a root, reduction or timeout."""
+    options: Any = dist.ReduceOptions()  # These have the fields of all others.
+    for value in (*given, *fields.values()):
+        if hasattr(value, "timeout"):
+            return value
+        is_time = isinstance(value, datetime.timedelta)
+        name = "rootRank" if isinstance(value, int) else "timeout" if is_time else "reduceOp"
         if value is not None:
             setattr(options, name, value)
     return options
-
-
-def native_reduction(opts: Any) -> str:
-    """The name of the reduction; empty if its terms have a factor."""
-    return _UNSCALED.get(opts.reduceOp.op, "")
 
 
 def reduction_of(opts: Any) -> tuple[str, Any]:
@@ -73,20 +74,15 @@ def reduction_of(opts: Any) -> tuple[str, Any]:
     return _REDUCTIONS[op], factor
 
 
-def check_list(call: str, tensors: Sequence[Tensor], ranks: int) -> None:
-    """Raise ValueError if there is not a tensor for each rank."""
-    if len(tensors) != ranks:
+def check_parts(call: str, parts: Sequence[Tensor], ranks: int, own: Tensor | None = None) -> None:
+    """Raise ValueError if there is not a tensor for each rank, of the size and dtype of ``own``."""
+    if len(parts) != ranks:
         raise ValueError(
             f"{call} needs a list of {ranks} tensors, one for each rank of the group, "
-            f"got {len(tensors)}"
+            f"got {len(parts)}"
         )
-
-
-def check_parts(call: str, parts: Sequence[Tensor], own: Tensor, ranks: int) -> None:
-    """Raise ValueError if there is not a tensor of the size and dtype of ``own`` for each rank."""
-    check_list(call, parts, ranks)
     for part in parts:
-        if part.numel() != own.numel() or part.dtype != own.dtype:
+        if own is not None and (part.numel() != own.numel() or part.dtype != own.dtype):
             raise ValueError(
                 f"{call} needs tensors of one size and dtype, got {tuple(part.shape)} of "
                 f"{part.dtype} in the list and {tuple(own.shape)} of {own.dtype} beside it"

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from pipekernels.comm.codes import MOVABLE, REDUCTIONS
 from pipekernels.comm.collectives import Collectives
+from pipekernels.comm.hosts.cpu import bytes_of
 from pipekernels.comm.tensors import elements_of
 
 _WIDER = {
@@ -100,18 +101,16 @@ def gather(
 ) -> None:
     """Store the ``input`` of each rank in ``outputs`` of rank ``root``; the others have none.
 
-    Over several hosts ``gloo`` does it, so that only the root holds the tensors of all ranks.
+    Over several hosts ``gloo`` does it, so that only the root holds the tensors of all ranks; their
+    bytes, as it does not have all dtypes.
     """
     backend = comm._cpu_backend
     if backend.core is not None:
         addresses = [output.data_ptr() for output in outputs]
         backend.core.gather(input.data_ptr(), addresses, *elements_of(input), root)
-        return
-    backend.announce("gather", input, root=root)
-    opts = dist.GatherOptions()
-    opts.rootRank = root
-    places = [[_bytes_of(output) for output in outputs]] if outputs else []
-    gloo.gather(places, [_bytes_of(input)], opts).wait()
+    else:
+        backend.announce("gather", input, root=root)
+        gloo.gather(list(map(bytes_of, outputs)), bytes_of(input), root).wait()
 
 
 def scatter(
@@ -122,16 +121,9 @@ def scatter(
     if backend.core is not None:
         addresses = [input.data_ptr() for input in inputs]
         backend.core.scatter(addresses, output.data_ptr(), *elements_of(output), root)
-        return
-    backend.announce("scatter", output, root=root)
-    opts = dist.ScatterOptions()
-    opts.rootRank = root
-    parts = [[_bytes_of(input) for input in inputs]] if inputs else []
-    gloo.scatter([_bytes_of(output)], parts, opts).wait()
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)  # Gloo does not have all dtypes.
+    else:
+        backend.announce("scatter", output, root=root)
+        gloo.scatter(bytes_of(output), list(map(bytes_of, inputs)), root).wait()
 
 
 def _reduced(comm: Collectives, tensor: Tensor, op: str) -> Tensor:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from pipekernels import _backend
 from pipekernels._log import info_once
 from pipekernels._torch_private import (
     disable_dynamo,
@@ -30,11 +29,7 @@ from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.join.deadline import Deadline
 from pipekernels.comm.join.rendezvous import over_store
-from pipekernels.comm.process_group.other_devices import (
-    OtherGroups,
-    check_point_to_point,
-    other_device,
-)
+from pipekernels.comm.messages import backends_of
 from pipekernels.comm.process_group.work import DONE, ENDED, CopiedWork, Work, run_detached
 from pipekernels.comm.tensors import to_dense
 
@@ -52,6 +47,33 @@ class _Logged:
     def __getattr__(self, name: str) -> Any:
         info_once(_log, "Gloo runs %s", name)
         return getattr(self._group, name)
+
+
+def _point_to_point(name: str) -> Callable[..., dist.Work]:
+    """A call with one tensor, of any strides: Gloo reads and writes the memory of a strided one as
+    if it were contiguous."""
+
+    @disable_dynamo
+    def method(self: Group, tensors: list[Tensor], *args: Any) -> dist.Work:
+        (tensor,) = tensors
+        group, device = self._group_of(tensor.device), tensor.device
+        if not tensor.is_cpu and _joins_calls(group, device):
+            backend = dist.get_backend(group).partition(":")[2]
+            raise NotImplementedError(
+                f"{name} of a tensor on {device} over {backend}: torch joins the calls of "
+                "batch_isend_irecv, which else may wait for each other, only in a group of that "
+                f"backend alone; make one by new_group(backend={backend!r})"
+            )
+        dense = to_dense(tensor) if is_dense(tensors) else tensor
+        call: dist.Work = getattr(group, name)([dense], *args)
+        return call if dense is tensor or name == "send" else CopiedWork(call, dense, tensor)
+
+    return method
+
+
+def _joins_calls(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether torch joins the calls of ``batch_isend_irecv`` if programs hand it ``group``."""
+    return type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
 
 
 class Group(dist.ProcessGroup):
@@ -76,50 +98,42 @@ class Group(dist.ProcessGroup):
         gloo = dist.ProcessGroup(gloo_store, rank, world_size)
         for group in (self, gloo):
             register_backend(group, _CPU, backend)
-        logged = _log.isEnabledFor(logging.INFO)
-        self._gloo = cast(dist.ProcessGroup, _Logged(gloo)) if logged else gloo
+        is_logged = _log.isEnabledFor(logging.INFO)
+        self._gloo = cast(dist.ProcessGroup, _Logged(gloo)) if is_logged else gloo
         self._comm = cast(Communicator, Communicator._join(rendezvous, seconds, MOST_BLOCKS))
         self._flat_calls = self._comm._cpu_backend.flat_calls
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
         self._thread_id: int | None = None  # Set by its first call.
         self._process = os.getpid()
         self._last = DONE
-        self._others = OtherGroups(timeout, backend_options)
+        self._timeout = timeout
+        self._backend_options = backend_options
+        self._others: dict[str, dist.ProcessGroup] = {}  # By type of device.
 
     def getBackendName(self) -> str:
         return "pipekernels"
 
     def abort(self) -> None:
-        self._others.abort()
+        for group in self._others.values():
+            group.abort()
         self._comm.close()
         self._last = DONE
         super().abort()
 
     def shutdown(self) -> None:
-        self._others.destroy(self)
+        others, self._others = self._others, {}
+        for group in others.values() if self is not dist.group.WORLD else ():
+            dist.destroy_process_group(group)  # With the default group torch does that itself.
         self._comm.close()
         self._last = DONE  # Its error may keep callers' frames, and through them this group, alive.
         self._thread.shutdown(wait=False)  # Pending calls fail, as the communicator is closed.
         super().shutdown()
 
-    def _immediate(self, opts: Any) -> _backend.Communicator | None:
-        """Native calls, if one may run at once and no profiler wants to see it."""
-        if getattr(opts, "asyncOp", True) or self._last is not DONE or is_profiler_enabled():
-            return None
-        return self._flat_calls
-
-    def _is_idle(self, opts: Any) -> bool:
-        """Whether a call may run at once: the caller waits for it, and no earlier one is left."""
-        if getattr(opts, "asyncOp", True):
-            return False
-        if self._last is not DONE and self._last.done():
-            self._last = DONE
-        return self._last is DONE
-
     def _run(
         self, opts: Any, body: Callable[[], object], results: list[Tensor], name: str
     ) -> dist.Work:
-        """Run ``body``, the collective ``name``, after all earlier calls.
+        """Run ``body``, the collective ``name``, after all earlier calls; at once if none of them
+        is left and the caller waits.
 
         A future's callback may run on the group's thread, which cannot wait for itself: calls from
         there run at once. The order is then the same on all ranks if each callback is added before
@@ -139,7 +153,9 @@ class Group(dist.ProcessGroup):
                 "this group belongs to the process that made it, and cannot be used in a forked "
                 "child; make a new one there"
             )
-        is_idle = self._is_idle(opts)
+        if self._last is not DONE and self._last.done():
+            self._last = DONE
+        is_idle = self._last is DONE and not getattr(opts, "asyncOp", True)
         if is_idle or threading.get_ident() == self._thread_id:
             with _shown(name, results):
                 run()
@@ -151,19 +167,39 @@ class Group(dist.ProcessGroup):
         return Work(self._last, results)
 
     # ---- tensors of other devices ---------------------------------------------------------------
+    # Torch's loop over "cpu:pipekernels,cuda:nccl" ends at a backend that is a whole group, as ours
+    # is. So each other device has a second group, of the backend that the string names for it, made
+    # at the first call: only then torch knows what the string names.
 
-    def _other(self, tensors: Sequence[Any]) -> dist.ProcessGroup:
+    def _other(self, tensors: Sequence[Tensor]) -> dist.ProcessGroup:
         """The group that serves a call which the communicator does not, with these tensors."""
-        return self._group_of(other_device(tensors))
+        return self._group_of(next((x.device for x in tensors if not x.is_cpu), _CPU))
 
-    def _group_of(self, device: torch.device | None) -> dist.ProcessGroup:
-        if device is None or device.type == "cpu":
+    def _group_of(self, device: torch.device) -> dist.ProcessGroup:
+        """All ranks make a group for another device together. ValueError if no backend is named."""
+        if device.type == "cpu":
             return self._gloo
-        return self._others.get(self, device)
+        if device.type not in self._others:
+            config = dist.get_backend_config(self)
+            name = backends_of(self).get(device.type, "pipekernels")
+            if name == "pipekernels":
+                raise ValueError(
+                    f"the group's backends are {config!r}, and none of them takes tensors on "
+                    f"{device.type}: name one for each device, as in "
+                    "init_process_group('cpu:pipekernels,cuda:nccl')"
+                )
+            ranks = dist.get_process_group_ranks(self)
+            # Torch sorts ranks by default; where it can leave them unsorted, it has this argument.
+            order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+            self._others[device.type] = dist.new_group(
+                ranks, self._timeout, f"{device.type}:{name}", self._backend_options,
+                use_local_synchronization=True, **order,
+            )  # fmt: skip
+        return self._others[device.type]
 
     def _get_backend(self, device: torch.device) -> Any:
         """Torch also asks for devices that are not in use, and expects a RuntimeError then."""
-        other = self._others.made(device)
+        other = self._others.get(device.type)
         try:
             return super()._get_backend(device) if other is None else other._get_backend(device)
         except RuntimeError as error:
@@ -187,37 +223,12 @@ class Group(dist.ProcessGroup):
     # its queue may need the GIL to free a tensor: a deadlock.
 
     @disable_dynamo
-    def allgather_coalesced(self, *args: Any, **options: Any) -> dist.Work:
-        return self._other(args).allgather_coalesced(*args, **options)
+    def allgather_coalesced(self, outputs: Any, inputs: list[Tensor], *options: Any) -> dist.Work:
+        return self._other(inputs).allgather_coalesced(outputs, inputs, *options)
 
-    @disable_dynamo
-    def send(self, tensors: list[Tensor], *args: Any) -> dist.Work:
-        return self._point_to_point("send", tensors, args)[0]
-
-    @disable_dynamo
-    def recv(self, tensors: list[Tensor], *args: Any) -> dist.Work:
-        return self._receive("recv", tensors, args)
-
-    @disable_dynamo
-    def recv_anysource(self, tensors: list[Tensor], *args: Any) -> dist.Work:
-        return self._receive("recv_anysource", tensors, args)
-
-    def _receive(self, name: str, tensors: list[Tensor], args: Sequence[Any]) -> dist.Work:
-        call, dense = self._point_to_point(name, tensors, args)
-        return call if dense is tensors[0] else CopiedWork(call, dense, tensors[0])
-
-    def _point_to_point(
-        self, name: str, tensors: list[Tensor], args: Sequence[Any]
-    ) -> tuple[dist.Work, Tensor]:
-        """The work of a call with one tensor, of any strides, and the tensor that it is about: Gloo
-        reads and writes the memory of a strided one as if it were contiguous."""
-        (tensor,) = tensors
-        device = other_device(tensors)
-        group = self._group_of(device)
-        if device is not None:
-            check_point_to_point(name, group, device)
-        dense = to_dense(tensor) if is_dense(tensors) else tensor
-        return getattr(group, name)([dense], *args), dense
+    send = _point_to_point("send")
+    recv = _point_to_point("recv")
+    recv_anysource = _point_to_point("recv_anysource")
 
 
 def _shown(name: str, results: Sequence[Tensor]) -> AbstractContextManager[Any]:
