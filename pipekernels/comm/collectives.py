@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from pipekernels._torch_private import is_profiler_enabled
-from pipekernels.comm.backend import Backend, CpuBackend, DeviceBackend
 from pipekernels.comm.codes import REDUCIBLE, reduction_in
+from pipekernels.comm.cuda import CudaBackend
+from pipekernels.comm.hosts.cpu import MultiHostBackend
+from pipekernels.comm.hosts.cuda import GroupBackend
+from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import (
     check_has_rows,
     check_reducible,
@@ -26,6 +29,9 @@ from pipekernels.comm.tensors import (
     to_dense_in_place,
 )
 from pipekernels.device.profiling import in_profile
+
+CpuBackend: TypeAlias = SharedMemoryBackend | MultiHostBackend
+DeviceBackend: TypeAlias = CudaBackend | GroupBackend
 
 
 class Collectives:
@@ -54,7 +60,7 @@ class Collectives:
         self._parent: weakref.ref[Collectives] | None = None  # That it was split off.
         self._lock = threading.Lock()  # Held while ``_cuda_backend`` is made.
 
-    def _backend_for(self, device: torch.device) -> Backend:
+    def _backend_for(self, device: torch.device) -> CpuBackend | DeviceBackend:
         return self._cpu_backend if device.type == "cpu" else self._device_backend(device)
 
     def _device_backend(self, device: torch.device) -> DeviceBackend:
@@ -101,21 +107,14 @@ class Collectives:
                 tree order over several hosts.
         """
         # One native call does everything: Python would take longer than a small reduction.
-        is_watched = is_profiler_enabled()
-        if not is_watched and self._all_reduce_tensor(tensor, op, algorithm, order):
+        if not is_profiler_enabled() and self._all_reduce_tensor(tensor, op, algorithm, order):
             return tensor
         check_tensor(tensor)
         check_reducible(tensor, op, algorithm, order)
-        if not is_watched:
-            return self._all_reduce_checked(tensor, op, algorithm, order)
-        with in_profile("all_reduce of %d bytes, %s", tensor.numel() * tensor.itemsize, algorithm):
-            if self._all_reduce_tensor(tensor, op, algorithm, order):
-                return tensor
-            return self._all_reduce_checked(tensor, op, algorithm, order)
-
-    def _all_reduce_checked(self, tensor: Tensor, op: str, algorithm: str, order: str) -> Tensor:
         dense = to_dense_in_place(tensor)
-        self._backend_for(tensor.device).all_reduce(dense, reduction_in(op, order), algorithm)
+        with in_profile("all_reduce of %d bytes, %s", dense.nbytes, algorithm):
+            backend = self._backend_for(tensor.device)
+            backend.all_reduce(dense, reduction_in(op, order), algorithm)
         return put_back(dense, tensor)
 
     def reduce_scatter(

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from pipekernels import _backend
 from pipekernels._arguments import integer
 from pipekernels.comm import messages
-from pipekernels.comm.backend import CpuBackend, DeviceBackend
-from pipekernels.comm.collectives import Collectives
+from pipekernels.comm.collectives import Collectives, CpuBackend, DeviceBackend
 from pipekernels.comm.cuda import DEFAULT_BLOCKS, CudaBackend, check_blocks
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.cpu import GRACE, MultiHostBackend

@@ -13,7 +13,7 @@ from pipekernels import _backend
 from pipekernels._arguments import integer
 from pipekernels._log import info_once
 from pipekernels._torch_private import current_raw_stream, disable_dynamo, in_backward
-from pipekernels.comm.backend import DeviceBackend, NativeBackend
+from pipekernels.comm.backend import NativeBackend
 from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import allocated
 from pipekernels.device.streams import with_index
@@ -53,8 +53,12 @@ class CudaBackend(NativeBackend):
         local: the backend for CPU tensors; to be closed after this.
         device: a CUDA device.
         parent: the backend, if there is one, of the communicator that this one was split off. If it
-            is open on all ranks, its symmetric memory is shared.
+            is of this class and open on all ranks, its symmetric memory is shared.
         blocks: the most thread blocks of a collective; the same on all ranks.
+
+    Attributes:
+        check: raises errors of earlier calls, as far as known.
+        synchronize: waits for this rank's collectives, then checks.
 
     Raises:
         RuntimeError: the ranks have different ``blocks``, or this build, torch, or a rank's device
@@ -65,7 +69,7 @@ class CudaBackend(NativeBackend):
         self,
         local: SharedMemoryBackend,
         device: torch.device,
-        parent: DeviceBackend | None = None,
+        parent: object = None,
         *,
         blocks: int = DEFAULT_BLOCKS,
     ) -> None:
@@ -114,6 +118,7 @@ class CudaBackend(NativeBackend):
         return torch.empty(sizes, dtype=dtype, device=self.device) if tensor is None else tensor
 
     def close(self, *, abort: bool) -> None:
+        """Wait for this rank's collectives, or abort them, and free the memory."""
         self._native.close(abort)
 
     @disable_dynamo  # Which would trace the stream as an object.

@@ -16,10 +16,22 @@ from pipekernels.comm.tensors import allocated
 
 
 class SharedMemoryBackend(NativeBackend):
-    """A :class:`pipekernels.comm.backend.CpuBackend` over memory that all ranks have mapped.
+    """A backend for CPU tensors over memory that all ranks have mapped.
 
     Args:
         core: this rank's native communicator; owned.
+
+    Attributes:
+        core: None in a backend over several hosts.
+        flat_calls: whose methods ``*_flat`` make collectives of contiguous tensors as if they had
+            one dimension, in one native call; None over several hosts. They return False for
+            tensors, dtypes and operations that the methods here have to serve, whose tensors must
+            then have one dimension.
+        all_reduce_tensor: :meth:`pipekernels.Communicator.all_reduce`, checks included, in one
+            native call if possible; returns whether it was.
+        empty: makes an uninitialised symmetric tensor of given sizes and dtype.
+        output: the same for a result; on a CUDA device an ordinary one if there is no room now.
+        close, abort: leave the communicator; ``abort`` tells the peers that an error is the reason.
     """
 
     def __init__(self, core: _backend.Communicator) -> None:
@@ -38,9 +50,12 @@ class SharedMemoryBackend(NativeBackend):
         self.abort = core.abort
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        """Whether the reductions take this dtype and operation."""
         return bool(_backend.load().has_reduction(MOVABLE[dtype], REDUCTIONS[op]))
 
     def announce(self, call: str, tensor: Tensor, op: str = "", root: int = 0) -> None:
+        """Check that all ranks are about to make the same ``call``, of ``CALLS``, by other means
+        than these methods. A ``tensor`` of all_to_all may have another size on each rank."""
         dtype = MOVABLE.get(tensor.dtype, MOVABLE[torch.uint8])
         count = 0 if call == "all_to_all" else tensor.numel()
         self.core.announce(CALLS[call], dtype, REDUCTIONS.get(op, 0), root, count)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipekernels.comm.backend import CpuBackend
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.host_map import HostMap
 from pipekernels.comm.hosts.link import Link, LinkError
+from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import shape_digest
 
 _LONGEST = 128  # Bytes that a description of a call takes, at most 110 of them.
@@ -51,7 +51,7 @@ class Agreement:
     """
 
     def __init__(
-        self, local: CpuBackend, host_map: HostMap, link: Link | None, timeout: float
+        self, local: SharedMemoryBackend, host_map: HostMap, link: Link | None, timeout: float
     ) -> None:
         self._local = local
         self._host_map = host_map

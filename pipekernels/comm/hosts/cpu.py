@@ -28,8 +28,8 @@ GRACE = 1.0
 
 
 class MultiHostBackend:
-    """A :class:`pipekernels.comm.backend.CpuBackend` over several hosts: agrees on each collective,
-    then runs its steps.
+    """A :class:`SharedMemoryBackend` over several hosts: agrees on each collective, then runs its
+    steps.
 
     Args:
         local: the backend over the ranks of this host; owned.

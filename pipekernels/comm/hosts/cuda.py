@@ -22,7 +22,7 @@ _OPERATIONS = {
 
 
 class GroupBackend:
-    """A :class:`pipekernels.comm.backend.DeviceBackend` over a ``torch.distributed`` group.
+    """A :class:`pipekernels.comm.cuda.CudaBackend` over a ``torch.distributed`` group.
 
     What its backend (NCCL) promises holds, and not what a communicator promises inside a host: the
     order of a sum is the backend's, 16-bit sums may be rounded at each addition, a NaN may get lost
