@@ -253,16 +253,16 @@ def _all_gather_list(group: Group, _: None, outputs: list[Tensor], input: Tensor
         output.copy_(row.view(output.shape))
 
 
-def _check_at_root(name: str, group: Group, root: int, parts: list[Tensor], own: Tensor) -> None:
-    if group.rank() == root:
-        check_parts(name, parts, group.size(), own)
+def _parts_at(root: int, group: Group) -> int:
+    """How many tensors this rank gives a call that only the root gives a list."""
+    return group.size() if group.rank() == root else 0
 
 
 @_collective(
     "gather",
     "gather",
     read=_root_of,
-    check=lambda group, root, y, x: _check_at_root("gather", group, root, y, x),
+    check=lambda group, root, y, x: check_parts("gather", y, _parts_at(root, group), x),
     decisive=slice(1, 2),
 )
 def _gather(group: Group, root: int, outputs: list[Tensor], input: Tensor) -> None:
@@ -274,7 +274,7 @@ def _gather(group: Group, root: int, outputs: list[Tensor], input: Tensor) -> No
     "scatter",
     "scatter",
     read=_root_of,
-    check=lambda group, root, y, x: _check_at_root("scatter", group, root, x, y),
+    check=lambda group, root, y, x: check_parts("scatter", x, _parts_at(root, group), y),
     decisive=slice(1),
 )
 def _scatter(group: Group, root: int, output: Tensor, inputs: list[Tensor]) -> None:

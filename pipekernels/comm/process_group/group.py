@@ -57,7 +57,9 @@ def _point_to_point(name: str) -> Callable[..., dist.Work]:
     def method(self: Group, tensors: list[Tensor], *args: Any) -> dist.Work:
         (tensor,) = tensors
         group, device = self._group_of(tensor.device), tensor.device
-        if not tensor.is_cpu and _joins_calls(group, device):
+        # Torch joins the calls of batch_isend_irecv if this holds of the group that it is given.
+        is_joined = not tensor.is_cpu and type(group) is dist.ProcessGroup
+        if is_joined and group._get_backend(device).supports_coalescing:
             backend = dist.get_backend(group).partition(":")[2]
             raise NotImplementedError(
                 f"{name} of a tensor on {device} over {backend}: torch joins the calls of "
@@ -69,11 +71,6 @@ def _point_to_point(name: str) -> Callable[..., dist.Work]:
         return call if dense is tensor or name == "send" else CopiedWork(call, dense, tensor)
 
     return method
-
-
-def _joins_calls(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether torch joins the calls of ``batch_isend_irecv`` if programs hand it ``group``."""
-    return type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
 
 
 class Group(dist.ProcessGroup):
