@@ -94,20 +94,16 @@ class Edge:
 
     Copies overlap computation between CUDA devices and the CPU. Copies between other devices are
     done when :meth:`send` returns.
-
-    Args:
-        source, target: the devices.
-        overlap_bytes: not the extension's ``kOverlapBytes``, to measure with another limit.
     """
 
-    def __init__(self, source: torch.device, target: torch.device, *overlap_bytes: int) -> None:
+    def __init__(self, source: torch.device, target: torch.device) -> None:
         self.source = source
         self.target = target
         types = {source.type, target.type}
         self._overlaps = "cuda" in types and types <= {"cpu", "cuda"}
         self._from, self._to = p2p.index(source), p2p.index(target)
         if self._overlaps:
-            self._native = p2p.new_edge(source, target, SLOT_BYTES, *overlap_bytes)
+            self._native = p2p.new_edge(source, target, SLOT_BYTES)
             self._arriving = streams.external(target, self._native.arriving)
             self._are_plain = _backend.load().are_plain
         self._sources: list[_PendingSource] = []

@@ -26,14 +26,12 @@ def new_ticket() -> Ticket:
     return _backend.load().P2PTicket()
 
 
-def new_edge(
-    source: torch.device, target: torch.device, slot_bytes: int, *overlap_bytes: int
-) -> Any:
+def new_edge(source: torch.device, target: torch.device, slot_bytes: int) -> Any:
     """A ``P2PEdge``; RuntimeError if torch or the extension cannot use a device."""
     for device in (source, target):
         if streams.has_streams(device):
             _backend.require_cuda(device)
-    edge = _backend.load().P2PEdge(index(source), index(target), slot_bytes, *overlap_bytes)
+    edge = _backend.load().P2PEdge(index(source), index(target), slot_bytes)
     way = "by peer access" if edge.has_peer_access else "through the CPU's memory or the driver"
     _log.info("copies from %s to %s go %s", source, target, way)
     if edge.has_peer_access:
