@@ -59,9 +59,8 @@ class VocabParallelEmbedding(ShardedLayer):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        device = None if device is None else usable(device)
-        sizes = num_embeddings, embedding_dim
-        self._shard(nn.Embedding(*sizes, padding_idx, device=device, dtype=dtype), comm, invariant)
+        sizes = num_embeddings, embedding_dim, padding_idx
+        self._shard(nn.Embedding(*sizes, device=usable(device), dtype=dtype), comm, invariant)
 
     @classmethod
     def from_embedding(

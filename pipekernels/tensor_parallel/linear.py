@@ -222,7 +222,7 @@ class RowParallelLinear(ShardedLinear):
                 "reduce='none' returns partial sums, to which a bias would be added once per rank; "
                 "pass bias=False, or skip_bias_add=True and add the bias after the reduction"
             )
-        full = _new_linear(in_features, out_features, bias, device, dtype)
+        full = nn.Linear(in_features, out_features, bias, usable(device), dtype)
         super().__init__(full, Sharding(comm, invariant=invariant), skip_bias_add=skip_bias_add)
         self.arithmetic.check_row(in_features, comm, reduce, adds_later=bias and skip_bias_add)
         self.input_is_parallel = input_is_parallel
@@ -323,7 +323,7 @@ class ColumnParallelLinear(ShardedLinear):
             )
         if copies > 1 and (blocks is not None or gather_output):
             raise ValueError(f"copies={copies} goes with neither blocks nor gather_output")
-        full = _new_linear(in_features, out_features, bias, device, dtype)
+        full = nn.Linear(in_features, out_features, bias, usable(device), dtype)
         sharding = Sharding(comm, blocks or (), copies, invariant)
         super().__init__(full, sharding, skip_bias_add=skip_bias_add)
         if copies > 1 and out_features % (comm.world_size // copies):
@@ -373,14 +373,3 @@ def _with_bias(y: Tensor, bias: Tensor) -> Tensor:
     if type(y) is Tensor and not torch.compiler.is_compiling() and dispatch_mode_count() == 0:
         return y.add_(bias)
     return (y + bias).to(y.dtype)
-
-
-def _new_linear(
-    in_features: int,
-    out_features: int,
-    bias: bool,
-    device: torch.device | str | int | None,
-    dtype: torch.dtype | None,
-) -> nn.Linear:
-    device = None if device is None else usable(device)
-    return nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
