@@ -73,20 +73,6 @@ class Invariant(Plain):
         check_slabs(blocks, comm.world_size)
 
     @staticmethod
-    def check_attention() -> None:
-        raise ValueError(
-            "invariant=True does not support nn.MultiheadAttention; leave it whole, or use "
-            "attention with separate linear layers"
-        )
-
-    @staticmethod
-    def check_experts() -> None:
-        raise ValueError(
-            "invariant=True does not support experts, whose products have other bits for other "
-            "numbers of tokens; leave them whole"
-        )
-
-    @staticmethod
     def row_linear(
         x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool = False
     ) -> Tensor:

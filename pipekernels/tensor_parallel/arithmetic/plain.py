@@ -43,7 +43,7 @@ class Plain:
     def _check(*args: Any, **options: Any) -> None:
         """Raise ValueError unless the layer is supported; plain arithmetic supports every one."""
 
-    check_row = check_column = check_attention = check_experts = _check
+    check_row = check_column = _check
     check_activations = _check  # Of features that a column-parallel layer has sharded.
     check_shared = _check  # A module whose gradients, which all heads share, are to be summed.
 

@@ -11,12 +11,6 @@ from torch import Tensor
 from pipekernels.comm import Communicator
 
 
-def ranks_unlike_first(digest: int, comm: Communicator) -> list[int]:
-    """The ranks whose ``digest`` is not rank 0's. A collective."""
-    digests = comm.all_gather(torch.tensor([digest], device="cpu")).tolist()
-    return [rank for rank, other in enumerate(digests) if other != digests[0]]
-
-
 def check_equal_on_ranks(weights: Mapping[str, Tensor], comm: Communicator) -> None:
     """Raise ValueError unless the first elements of all ``weights``, which have names, are the same
     on all ranks. A collective."""

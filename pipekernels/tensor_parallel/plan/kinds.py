@@ -121,7 +121,11 @@ class ExpertsKind(LayerKind):
 def _experts(
     layer: nn.Module, comm: Communicator, *, invariant: bool, expert_parallel: bool = False
 ) -> ParallelExperts:
-    arithmetic_of(invariant).check_experts()
+    if invariant:
+        raise ValueError(
+            "invariant=True does not support experts, whose products have other bits for other "
+            "numbers of tokens; leave them whole"
+        )
     return ParallelExperts(layer, comm, expert_parallel=expert_parallel)
 
 
@@ -133,7 +137,11 @@ def _shape_of_experts(layer: Any) -> Shape:
 
 
 def _attention(layer: nn.MultiheadAttention, comm: Communicator, *, invariant: bool) -> Any:
-    arithmetic_of(invariant).check_attention()
+    if invariant:
+        raise ValueError(
+            "invariant=True does not support nn.MultiheadAttention; leave it whole, or use "
+            "attention with separate linear layers"
+        )
     return ParallelMultiheadAttention(layer, comm)
 
 

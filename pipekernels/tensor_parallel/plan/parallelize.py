@@ -18,7 +18,7 @@ from pipekernels.tensor_parallel.arithmetic import arithmetic_of
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import int8_parts
 from pipekernels.tensor_parallel.int8 import shard_int8
-from pipekernels.tensor_parallel.plan.agreement import check_equal_on_ranks, ranks_unlike_first
+from pipekernels.tensor_parallel.plan.agreement import check_equal_on_ranks
 from pipekernels.tensor_parallel.plan.check import first_difference, outputs_of
 from pipekernels.tensor_parallel.plan.kinds import SUMMED, HookKind, LayerKind
 from pipekernels.tensor_parallel.plan.matching import match
@@ -164,8 +164,9 @@ def _check_ranks_agree(
     layers may differ until weights are loaded, but not the whole factors of adapters."""
     words = [(name, kind.word) for name, kind in (*layers.values(), *hooked)]
     sizes = [[(key, tuple(p.shape)) for key, p in layer.named_parameters()] for layer in layers]
-    others = ranks_unlike_first(zlib.crc32(repr((words, sizes)).encode()), comm)
-    if others:
+    digest = torch.tensor([zlib.crc32(repr((words, sizes)).encode())], device="cpu")
+    digests = comm.all_gather(digest).tolist()
+    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
         raise ValueError(
             f"ranks {others} are to shard other layers than rank 0: names, kinds or sizes differ; "
             "give all ranks the same model and plan"
