@@ -288,7 +288,7 @@ class Communicator(Collectives):
         self.close()
 
     def _exchange(self, item: Any, message_type: type[T]) -> list[T]:
-        """See :class:`pipekernels.comm.join.rendezvous.AllGather`."""
+        """See :class:`pipekernels.comm.join.rendezvous.Rendezvous`."""
         gather = lambda row: self.all_gather(row[None])
         return messages.all_gather(item, message_type, gather, torch.device("cpu"))
 

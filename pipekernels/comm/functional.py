@@ -143,62 +143,49 @@ def _symmetric_copy(x: Tensor, comm: Communicator) -> Tensor:
     return comm.output(x.shape, x).copy_(x)
 
 
-def _in_reals(reduction: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
+def _in_reals(reduction: Callable[..., Tensor], grad: Tensor, *arguments: Any) -> Tensor:
     """``reduction`` of ``grad``, of its real view if complex: reductions take no complex dtypes."""
     if not grad.is_complex():
-        return reduction(grad)
-    return torch.view_as_complex(reduction(torch.view_as_real(grad.resolve_conj())))
+        return reduction(grad, *arguments)
+    reals = torch.view_as_real(grad.resolve_conj())
+    return torch.view_as_complex(reduction(reals, *arguments))
 
 
 def _all_reduce(x: Tensor, comm: Communicator, op: str, algorithm: str, order: str) -> Tensor:
     return comm.all_reduce(_symmetric_copy(x, comm), op, algorithm=algorithm, order=order)
 
 
-def _all_reduce_backward(grad: Tensor, *arguments: Any) -> Tensor:
-    return _call_all_reduce(grad, *arguments)
-
-
-_call_all_reduce = _register(
+_call_all_reduce: Callable[..., Tensor] = _register(
     "all_reduce(Tensor x, int comm, str op, str algorithm, str order) -> Tensor",
     _all_reduce,
     fake=lambda x, comm, *_: x.new_empty(x.shape),
-    backward=_all_reduce_backward,
+    backward=lambda grad, *arguments: _call_all_reduce(grad, *arguments),
 )
-
-
-def _reduce_scatter_backward(grad: Tensor, comm: Communicator, op: str, order: str) -> Tensor:
-    return _call_all_gather(grad / (1 if op == "sum" else comm.world_size), comm)
-
-
-_call_reduce_scatter = _register(
+_call_reduce_scatter: Callable[..., Tensor] = _register(
     "reduce_scatter(Tensor x, int comm, str op, str order) -> Tensor",
     lambda x, comm, op, order: comm.reduce_scatter(x, op, order=order),
     fake=lambda x, comm, *_: x.new_empty(x.shape[0] // comm.world_size, *x.shape[1:]),
-    backward=_reduce_scatter_backward,
+    backward=lambda grad, comm, op, order: _call_all_gather(
+        grad / (1 if op == "sum" else comm.world_size), comm
+    ),
 )
-
-
-def _all_gather_backward(grad: Tensor, comm: Communicator) -> Tensor:
-    return _in_reals(lambda real: _call_reduce_scatter(real, comm, "sum", "rank"), grad)
-
-
-_call_all_gather = _register(
+_call_all_gather: Callable[..., Tensor] = _register(
     "all_gather(Tensor x, int comm) -> Tensor",
     lambda x, comm: comm.all_gather(x),
     fake=lambda x, comm: x.new_empty(x.shape[0] * comm.world_size, *x.shape[1:]),
-    backward=_all_gather_backward,
+    backward=lambda grad, comm: _in_reals(_call_reduce_scatter, grad, comm, "sum", "rank"),
 )
 
 
 def _broadcast_backward(grad: Tensor, comm: Communicator, src: int) -> Tensor:
-    total = _in_reals(lambda real: _call_all_reduce(real, comm, "sum", "auto", "rank"), grad)
+    total = _in_reals(_call_all_reduce, grad, comm, "sum", "auto", "rank")
     if comm.rank != src:
         # Zeros that depend on the sum: all ranks must run its backward for a second derivative.
         total = total.masked_fill(total.new_ones((), dtype=torch.bool), 0)
     return total
 
 
-_call_broadcast = _register(
+_call_broadcast: Callable[..., Tensor] = _register(
     "broadcast(Tensor x, int comm, int src) -> Tensor",
     lambda x, comm, src: comm.broadcast(_symmetric_copy(x, comm), src),
     fake=lambda x, comm, src: x.new_empty(x.shape),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -22,19 +22,13 @@ MOST_RANKS = 1 << 16  # Every rank lists the entries of all others as they join.
 _LONGEST_PAUSE = 0.1  # Seconds between polls of a store.
 
 
-class AllGather(Protocol):
-    """A collective that returns the items of all ranks, in rank order; ``message_type`` as for
-    :func:`pipekernels.comm.messages.decode`."""
-
-    def __call__(self, item: Any, message_type: type[T]) -> list[T]: ...
-
-
 class Rendezvous(NamedTuple):
     """A set of ranks, of which this process is ``rank``."""
 
     rank: int
     world_size: int
-    all_gather: AllGather
+    # Of an item and its type, see messages.decode(): the items of all ranks, in rank order.
+    all_gather: Callable[[Any, Any], list[Any]]
     store: dist.Store | None  # Reachable by all ranks; used to connect hosts.
     group: dist.ProcessGroup | None  # Of the same ranks, if there is one.
     # By which the ranks must have joined; None to start the timeout after the first exchange.
