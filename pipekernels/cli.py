@@ -110,7 +110,13 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["run"]:
         return _run(arguments[1:])
-    print(_answer(arguments))
+    parser = argparse.ArgumentParser(prog="pipekernels", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"pipekernels {__version__}")
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("run", help="torchrun, with each rank bound to its share of the cores")
+    commands.add_parser("info", help="versions, what was built, devices, and what is missing")
+    parsed = parser.parse_args(arguments)
+    print(parser.format_help().rstrip() if parsed.command is None else info())
     return 0
 
 
@@ -125,14 +131,3 @@ def _run(arguments: list[str]) -> int:
         print(f"pipekernels run: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0
-
-
-def _answer(arguments: list[str] | None) -> str:
-    """Run a command and return the text to print."""
-    parser = argparse.ArgumentParser(prog="pipekernels", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"pipekernels {__version__}")
-    commands = parser.add_subparsers(dest="command")
-    commands.add_parser("run", help="torchrun, with each rank bound to its share of the cores")
-    commands.add_parser("info", help="versions, what was built, devices, and what is missing")
-    parsed = parser.parse_args(arguments)
-    return parser.format_help().rstrip() if parsed.command is None else info()
