@@ -37,15 +37,6 @@ def sharded_models(model: nn.Module) -> list[Any]:
     return [module for module in models if sharded_layers(module)]
 
 
-def check_floats(model: nn.Module, remedy: str) -> None:
-    """Raise TypeError, which ends with ``remedy``, if a sharded layer has int8 weights."""
-    for layer in sharded_layers(model):
-        if isinstance(layer, Int8Linear | Int8Experts):
-            raise TypeError(
-                f"{layer.name!r} has int8 weights, which transformers' files do not hold; {remedy}"
-            )
-
-
 def communicators(model: nn.Module) -> list[Communicator]:
     """Those of the sharded layers in ``model``."""
     return list(dict.fromkeys(layer.comm for layer in sharded_layers(model)))
@@ -72,7 +63,12 @@ def _save_pretrained(
     state_dict: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> None:
-    check_floats(self, "call tensor_unparallelize() first, or save full_state_dict(model)")
+    for layer in sharded_layers(self):
+        if isinstance(layer, Int8Linear | Int8Experts):
+            raise TypeError(
+                f"{layer.name!r} has int8 weights, which transformers' files do not hold; call "
+                "tensor_unparallelize() first, or save full_state_dict(model)"
+            )
     comms = communicators(self)
     writes = is_main_process and all(comm.rank == 0 for comm in comms)
     if state_dict is None:

@@ -101,13 +101,17 @@ def _layouts(config: Any, dtype: torch.dtype, length: int) -> Iterator[dict[str,
     yield common | {"pixel_values": real(PATCHES, channels, patch, patch)}
 
 
+def inner_configs(config: Any) -> dict[str, Any]:
+    """The configurations in ``config``, of a model of several models."""
+    found = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
+    return {name: inner for name, inner in found.items() if inner is not None}
+
+
 def _sizes(config: Any) -> dict[str, Any]:
     """The fields of a configuration, and those of its parts that it has not itself."""
     fields: dict[str, Any] = {}
-    for name in sorted(getattr(config, "sub_configs", {})):
-        inner = getattr(config, name, None)
-        if inner is not None:
-            fields |= _sizes(inner)
+    for _, inner in sorted(inner_configs(config).items()):
+        fields |= _sizes(inner)
     return fields | {name: value for name, value in vars(config).items() if value is not None}
 
 

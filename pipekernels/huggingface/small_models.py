@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipekernels.huggingface.small_inputs import TOKENS, VOCABULARY, inputs_for
+from pipekernels.huggingface.small_inputs import (
+    TOKENS,
+    VOCABULARY,
+    inner_configs,
+    inputs_for,
+)
 
 LAYERS, KEYS, LENGTH = 2, 2, 64
 _SMALL: dict[Any, int] = {"width": 32, "inner": 48, "queries": 4}
@@ -136,10 +142,8 @@ def small_config(config: Any, *, filled: bool = False, deep: bool = False) -> An
             quarter = max(1, count // 4)
             sections = [count - 2 * quarter, quarter, quarter]
             fields["rope_parameters"] = {**rope, "mrope_section": sections}
-    for name in getattr(config, "sub_configs", {}):
-        inner = getattr(config, name, None)
-        if inner is not None:
-            fields[name] = small_config(inner, filled=filled, deep=deep).to_dict()
+    for name, inner in inner_configs(config).items():
+        fields[name] = small_config(inner, filled=filled, deep=deep).to_dict()
     failure: Exception | None = None
     changed = [name for name, value in fields.items() if value != kept[name]]
     for left in ([], *([name] for name in changed)):
@@ -214,49 +218,39 @@ def small_model(
     Raises:
         ValueError: it cannot be made, or does not run with inputs that can be made here.
     """
-    failure: ValueError | None = None
-    for filled in (False, True):
-        try:
-            return _running(model_class, small_config(config, filled=filled, deep=deep))
-        except ValueError as error:
-            failure = failure or error
-    assert failure is not None
-    raise failure
-
-
-def _running(kind: Any, small: Any) -> tuple[nn.Module, dict[str, Tensor]]:
-    for part in _parts(small):
-        part._attn_implementation = part._experts_implementation = "eager"
     failure: Exception | None = None
     with torch.random.fork_rng():
-        for dtype in (torch.float64, torch.float32):
+        for filled, dtype in product((False, True), (torch.float64, torch.float32)):
             try:
-                with torch.device("meta"):
-                    count = sum(p.numel() for p in kind(small).parameters())
-                if count > MOST_PARAMETERS:
-                    raise ValueError(f"{count:,} parameters in the small form")
-                torch.manual_seed(0)
-                model = kind(small).to(dtype).eval()
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter += torch.randn_like(parameter) * 0.05
-                for module in model.modules():
-                    if isinstance(module, nn.Dropout):
-                        module.p = 0.0
-            except Exception as error:
-                raise ValueError(f"{kind.__name__} has no small form: {error}") from error
-            inputs, problem = running_inputs(model, dtype)
-            if inputs is not None:
-                return model, inputs
-            failure = failure or problem
-    why = failure or f"its main input, {model.main_input_name}, is not known here"
-    raise ValueError(f"a small {kind.__name__} does not run: {why}")
+                small = small_config(config, filled=filled, deep=deep)
+                model = _new_model(model_class, small, dtype)
+                return model, running_inputs(model, dtype)
+            except Exception as error:  # noqa: BLE001 - whatever configurations and models raise
+                failure = failure or error
+    raise ValueError(f"a small {model_class.__name__} does not run: {failure}") from failure
 
 
-def running_inputs(
-    model: nn.Module, dtype: torch.dtype, length: int = TOKENS
-) -> tuple[dict[str, Tensor] | None, Exception | None]:
-    """The first inputs with which ``model`` runs; or what it first raised, if anything."""
+def _new_model(kind: Any, small: Any, dtype: torch.dtype) -> Any:
+    for part in (small, *inner_configs(small).values()):
+        part._attn_implementation = part._experts_implementation = "eager"
+    with torch.device("meta"):
+        count = sum(p.numel() for p in kind(small).parameters())
+    if count > MOST_PARAMETERS:
+        raise ValueError(f"{count:,} parameters in the small form")
+    torch.manual_seed(0)
+    model = kind(small).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn_like(parameter) * 0.05
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def running_inputs(model: Any, dtype: torch.dtype, length: int = TOKENS) -> dict[str, Tensor]:
+    """The first inputs with which ``model`` runs. Raises what it first raised; ValueError if none
+    can be made."""
     failure: Exception | None = None
     for inputs in inputs_for(model, dtype, length):
         try:
@@ -265,14 +259,5 @@ def running_inputs(
         except Exception as error:  # noqa: BLE001 - whatever the model raises
             failure = failure or error
         else:
-            return inputs, None
-    return None, failure
-
-
-def _parts(config: Any) -> Iterator[Any]:
-    """``config`` and those inside it."""
-    yield config
-    for name in getattr(config, "sub_configs", {}):
-        inner = getattr(config, name, None)
-        if inner is not None:
-            yield inner
+            return inputs
+    raise failure or ValueError(f"its main input, {model.main_input_name}, is not known here")
