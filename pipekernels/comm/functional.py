@@ -26,7 +26,13 @@ import torch
 from torch import Tensor
 
 from pipekernels.comm.communicator import Communicator
-from pipekernels.comm.tensors import check_dense, check_has_rows, check_root, check_rows
+from pipekernels.comm.tensors import (
+    check_dense,
+    check_has_rows,
+    check_root,
+    check_rows,
+    check_tensor,
+)
 from pipekernels.local_ops.dispatch import can_skip_dispatcher
 from pipekernels.local_ops.transforms import deny_tangents
 
@@ -79,10 +85,7 @@ def broadcast(x: Tensor, comm: Communicator, src: int = 0) -> Tensor:
 
 def _check(name: str, x: Any, comm: Any) -> None:
     """Raise TypeError for arguments of a wrong type, RuntimeError for forward-mode derivatives."""
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{name} works on tensors, got {type(x).__name__}; pass torch.as_tensor(...)"
-        )
+    check_tensor(x, name)
     if not hasattr(comm, "handle"):
         raise TypeError(f"comm must be a Communicator, got {type(comm).__name__}")
     deny_tangents(name, [x])

@@ -16,13 +16,11 @@ from pipekernels._arguments import check_integer, check_kind
 from pipekernels.comm.codes import ALGORITHMS, MOVABLE, OPERATIONS, ORDERS, REDUCIBLE
 
 
-def check_tensor(value: object) -> None:
-    """Raise TypeError unless ``value`` is a tensor."""
+def check_tensor(value: object, what: str = "a communicator") -> None:
+    """Raise TypeError, which begins with ``what``, unless ``value`` is a tensor."""
     if not isinstance(value, Tensor):
-        raise TypeError(
-            f"a communicator works on tensors, got {type(value).__name__}; pass "
-            "torch.as_tensor(...)"
-        )
+        kind = type(value).__name__
+        raise TypeError(f"{what} works on tensors, got {kind}; pass torch.as_tensor(...)")
 
 
 def check_dense(tensor: Tensor) -> None:

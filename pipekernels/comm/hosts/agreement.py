@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,14 +29,6 @@ def describe(name: str, tensor: Tensor | None, *arguments: str) -> str:
     return f"{name}({', '.join([what, *arguments])})"
 
 
-class _Failure(NamedTuple):
-    """Why a communicator ended. Not the exception itself, whose traceback would keep tensors."""
-
-    message: str
-    by_peer: bool
-    rank: int | None
-
-
 class Agreement:
     """Starts a collective only if all ranks call the same one.
 
@@ -58,7 +50,9 @@ class Agreement:
         self._link = link
         self._timeout = timeout
         self._turn = threading.Lock()  # Held by each collective.
-        self._failure: _Failure | None = None
+        # Makes the error of every call after one that has ended the communicator. Not that error
+        # itself, whose traceback would keep tensors.
+        self._failure: Callable[[], Exception] | None = None
 
     @contextlib.contextmanager
     def collective(self, name: str, tensor: Tensor | None, *arguments: str) -> Iterator[None]:
@@ -76,11 +70,7 @@ class Agreement:
             )
         try:
             if self._failure is not None:
-                reason, by_peer, rank = self._failure
-                text = (
-                    f"this communicator cannot be used after a failure ({reason}); make a new one"
-                )
-                raise PeerError(text, rank) if by_peer else RuntimeError(text)
+                raise self._failure()
             with self._ends_communicator_on_error(call):
                 calls = self._exchange(call, 0 if tensor is None else shape_digest(tensor))
             if calls:
@@ -100,8 +90,10 @@ class Agreement:
             yield
         except (LinkError, PeerError, TimeoutError) as error:
             told = self._explain(error, call)
-            by_peer = isinstance(told, PeerError)
-            self._failure = _Failure(str(told), by_peer, getattr(told, "rank", None))
+            text = f"this communicator cannot be used after a failure ({told}); make a new one"
+            self._failure = partial(RuntimeError, text)
+            if isinstance(told, PeerError):
+                self._failure = partial(PeerError, text, told.rank)
             self.close(abort=True)
             try:
                 raise told from None
