@@ -71,8 +71,8 @@ class _Group(Group):
 
 
 def _collective(
-    method_names: str,
     name: str,
+    method_names: str = "",
     *,
     arguments: int = 2,
     read: Callable[[Any], Any] = lambda opts: None,
@@ -85,8 +85,8 @@ def _collective(
     for each part of a call: a tensor or a list of tensors for each argument, the result first.
 
     Args:
-        method_names: torch's, old and new.
         name: of the collective, for the profiler.
+        method_names: torch's, old and new; ``name`` if empty.
         arguments: how many come before the options.
         read: the ``value`` of torch's options; at the call.
         check: raises errors of the same arguments as ``run``, at the call.
@@ -132,7 +132,7 @@ def _collective(
         return method
 
     def add(run: Callable[..., None]) -> Callable[..., None]:
-        for method_name in method_names.split():
+        for method_name in (method_names or name).split():
             setattr(_Group, method_name, method_of(method_name, run))
         return run
 
@@ -153,8 +153,8 @@ def _flat(*tensors: Tensor) -> Iterator[list[Tensor]]:
 
 
 @_collective(
-    "allreduce allreduce_coalesced",
     "all_reduce",
+    "allreduce allreduce_coalesced",
     arguments=1,
     read=reduction_of,
     native=lambda calls, value, x: value[1] is None and calls.all_reduce_flat(x, value[0]),
@@ -167,9 +167,7 @@ def _all_reduce(group: Group, value: Any, tensor: Tensor) -> None:
         derived.all_reduce(group._comm, flat, op)
 
 
-@_collective(
-    "reduce", "reduce", arguments=1, read=lambda opts: (*reduction_of(opts), opts.rootRank)
-)
+@_collective("reduce", arguments=1, read=lambda opts: (*reduction_of(opts), opts.rootRank))
 def _reduce(group: Group, value: Any, tensor: Tensor) -> None:
     op, factor, root = value
     with _flat(tensor) as (flat,):
@@ -180,9 +178,9 @@ def _reduce(group: Group, value: Any, tensor: Tensor) -> None:
 
 
 @_collective(
+    "reduce_scatter",
     "reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced "
     "_reduce_scatter_base reduce_scatter_single",
-    "reduce_scatter",
     read=reduction_of,
     check=lambda group, _, y, x: check_sizes("reduce_scatter", y, x, "input", group.size()),
     native=lambda calls, value, y, x: (
@@ -201,7 +199,6 @@ def _reduce_scatter(group: Group, value: Any, output: Tensor, input: Tensor) -> 
 
 
 @_collective(
-    "reduce_scatter",
     "reduce_scatter",
     read=reduction_of,
     check=lambda group, _, y, inputs: check_parts("reduce_scatter", inputs, group.size()),
@@ -222,7 +219,6 @@ _root_of = attrgetter("rootRank")
 
 @_collective(
     "broadcast",
-    "broadcast",
     arguments=1,
     read=_root_of,
     native=lambda calls, root, x: calls.broadcast_flat(x, root),
@@ -233,8 +229,8 @@ def _broadcast(group: Group, root: int, tensor: Tensor) -> None:
 
 
 @_collective(
-    "allgather_into_tensor_coalesced all_gather_single_coalesced _allgather_base all_gather_single",
     "all_gather",
+    "allgather_into_tensor_coalesced all_gather_single_coalesced _allgather_base all_gather_single",
     check=lambda group, _, y, x: check_sizes("all_gather", x, y, "output", group.size()),
     native=lambda calls, _, y, x: calls.all_gather_flat(x, y),
 )
@@ -244,8 +240,8 @@ def _all_gather(group: Group, _: None, output: Tensor, input: Tensor) -> None:
 
 
 @_collective(
-    "allgather",
     "all_gather",
+    "allgather",
     check=lambda group, _, outputs, x: check_parts("all_gather", outputs, group.size(), x),
 )
 def _all_gather_list(group: Group, _: None, outputs: list[Tensor], input: Tensor) -> None:
@@ -260,7 +256,6 @@ def _parts_at(root: int, group: Group) -> int:
 
 @_collective(
     "gather",
-    "gather",
     read=_root_of,
     check=lambda group, root, y, x: check_parts("gather", y, _parts_at(root, group), x),
     decisive=slice(1, 2),
@@ -272,7 +267,6 @@ def _gather(group: Group, root: int, outputs: list[Tensor], input: Tensor) -> No
 
 @_collective(
     "scatter",
-    "scatter",
     read=_root_of,
     check=lambda group, root, y, x: check_parts("scatter", x, _parts_at(root, group), y),
     decisive=slice(1),
@@ -283,14 +277,14 @@ def _scatter(group: Group, root: int, output: Tensor, inputs: list[Tensor]) -> N
         derived.scatter(group._comm, group._gloo, flat, parts, root)
 
 
-@_collective("alltoall", "all_to_all", is_one=True)
+@_collective("all_to_all", "alltoall", is_one=True)
 def _all_to_all_list(group: Group, _: None, outputs: list[Tensor], inputs: list[Tensor]) -> None:
     group._comm._cpu_backend.announce("all_to_all", outputs[0])
     with _flat(*outputs) as flat:
         group._gloo.alltoall(flat, [to_dense(each).view(-1) for each in inputs]).wait()
 
 
-@_collective("alltoall_base all_to_all_single", "all_to_all", arguments=4, decisive=slice(2))
+@_collective("all_to_all", "alltoall_base all_to_all_single", arguments=4, decisive=slice(2))
 def _all_to_all(group: Group, _: None, output: Tensor, input: Tensor, *sizes: list[int]) -> None:
     group._comm._cpu_backend.announce("all_to_all", output)
     with _flat(output) as (flat,):
