@@ -32,6 +32,8 @@ from pipekernels.device.profiling import in_profile
 
 CpuBackend: TypeAlias = SharedMemoryBackend | MultiHostBackend
 DeviceBackend: TypeAlias = CudaBackend | GroupBackend
+# Of a device, and of the backend of the communicator that this one is split off, if there is one.
+MakeDeviceBackend: TypeAlias = Callable[[torch.device, DeviceBackend | None], DeviceBackend]
 
 
 class Collectives:
@@ -47,7 +49,7 @@ class Collectives:
     def __init__(
         self,
         cpu_backend: CpuBackend,
-        make_device_backend: Callable[[torch.device, DeviceBackend | None], DeviceBackend],
+        make_device_backend: MakeDeviceBackend,
         rank: int,
         world_size: int,
     ) -> None:

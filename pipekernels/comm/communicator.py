@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pipekernels import _backend
 from pipekernels._arguments import integer
 from pipekernels.comm import messages
-from pipekernels.comm.collectives import Collectives, CpuBackend, DeviceBackend
+from pipekernels.comm.collectives import Collectives, CpuBackend, MakeDeviceBackend
 from pipekernels.comm.cuda import DEFAULT_BLOCKS, CudaBackend, check_blocks
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.cpu import GRACE, MultiHostBackend
@@ -64,7 +64,7 @@ class Communicator(Collectives):
     def __init__(
         self,
         cpu_backend: CpuBackend,
-        make_device_backend: Callable[[torch.device, DeviceBackend | None], DeviceBackend],
+        make_device_backend: MakeDeviceBackend,
         rank: int,
         world_size: int,
         timeout: float,
@@ -156,27 +156,23 @@ class Communicator(Collectives):
         joined = join_processes(rendezvous, timeout, color, key)
         if joined is None:
             return None
-        host_map = joined.host_map
-        spans_hosts = len(host_map.hosts) > 1
-        patience = timeout + GRACE if spans_hosts else timeout
+        host_map, store = joined.host_map, None
+        is_one_host = len(host_map.hosts) == 1
+        patience = timeout if is_one_host else timeout + GRACE
         core = _load().Communicator(joined.segment, host_map.position, joined.pidfds, patience)
         local = SharedMemoryBackend(core)
-        # On one host split() uses the shared memory and needs no store.
-        store = rendezvous.store if spans_hosts else None
+        backend: CpuBackend = local
+        make: MakeDeviceBackend = functools.partial(CudaBackend, local, blocks=device_blocks)
+        if not is_one_host:
+            backend = MultiHostBackend(local, host_map, joined.link, timeout)
+            make = functools.partial(GroupBackend, rendezvous.group)
+            store = rendezvous.store  # On one host split() uses the shared memory.
 
         def divide(parent: Communicator, color: int | None, key: int) -> Communicator | None:
             ranks = Rendezvous(parent._rank, parent._world_size, parent._exchange, store, None)
             return cls._join(ranks, timeout, device_blocks, color, key)
 
-        if spans_hosts:
-            hosts = MultiHostBackend(local, host_map, joined.link, timeout)
-
-            def make(device: torch.device, parent: DeviceBackend | None) -> DeviceBackend:
-                return GroupBackend(rendezvous.group, device)
-
-            return cls(hosts, make, host_map.rank, host_map.world_size, timeout, divide)
-        make_own = functools.partial(CudaBackend, local, blocks=device_blocks)
-        return cls(local, make_own, host_map.rank, host_map.world_size, timeout, divide)
+        return cls(backend, make, host_map.rank, host_map.world_size, timeout, divide)
 
     @classmethod
     def threads(

@@ -31,12 +31,15 @@ class GroupBackend:
     Args:
         group: of the ranks of the communicator, in their order; None if it was made without one.
         device: a CUDA device.
+        parent: not used here.
 
     Raises:
         RuntimeError: there is no group, it has no backend for CUDA, or CUDA cannot be used.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, parent: object = None
+    ) -> None:
         _backend.require_cuda(device)
         if group is None or "cuda" not in backends_of(group):
             has = "no group" if group is None else f"a group with {backends_of(group)}"
