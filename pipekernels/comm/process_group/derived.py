@@ -62,37 +62,34 @@ def all_reduce(comm: Collectives, tensor: Tensor, op: str) -> None:
     Raises:
         TypeError: the dtype has no such operation.
     """
-    _check(tensor.dtype, op)
     backend = comm._cpu_backend
     if backend.reduces(tensor.dtype, op):
         backend.all_reduce(tensor, op, "auto")
     else:
-        backend.announce("all_reduce", tensor, op)
+        _announce(comm, "all_reduce", tensor, op)
         tensor.copy_(_reduced(comm, tensor, op))
 
 
 def reduce_scatter(comm: Collectives, input: Tensor, op: str, output: Tensor) -> None:
     """Reduce ``input``, ``[ranks * k]``, over all ranks, and store this rank's part in ``output``,
     ``[k]``, which must not overlap it. Otherwise as :func:`all_reduce`."""
-    _check(input.dtype, op)
     backend = comm._cpu_backend
     if backend.reduces(input.dtype, op):
         backend.reduce_scatter(input, output, op)
     else:
-        backend.announce("reduce_scatter", input, op)
+        _announce(comm, "reduce_scatter", input, op)
         output.copy_(_reduced(comm, input, op).view(comm._world_size, -1)[comm._rank])
 
 
 def reduce(comm: Collectives, tensor: Tensor, op: str, root: int) -> None:
     """:func:`all_reduce` on rank ``root``; the others keep their tensors."""
-    _check(tensor.dtype, op)
     backend = comm._cpu_backend
     result = tensor if comm._rank == root else tensor.clone()
     if backend.core is not None and backend.reduces(tensor.dtype, op):
         count, dtype = tensor.numel(), MOVABLE[tensor.dtype]
         backend.core.reduce(result.data_ptr(), count, dtype, REDUCTIONS[op], root)
     else:
-        backend.announce("reduce", tensor, op, root)
+        _announce(comm, "reduce", tensor, op, root)
         all_reduce(comm, result, op)
 
 
@@ -156,11 +153,13 @@ def _reduced(comm: Collectives, tensor: Tensor, op: str) -> Tensor:
     return wide.to(dtype)
 
 
-def _check(dtype: torch.dtype, op: str) -> None:
-    """Raise TypeError if ``dtype`` has no such operation."""
+def _announce(comm: Collectives, call: str, tensor: Tensor, op: str, root: int = 0) -> None:
+    """Raise TypeError if the dtype has no such operation; else check that all ranks ask for it."""
+    dtype = tensor.dtype
     if (
         (op in ("max", "min") and dtype.is_complex)
         or (op == "avg" and dtype in (torch.bool, torch.uint64))
         or (op in ("and", "or", "xor") and (dtype.is_floating_point or dtype.is_complex))
     ):
         raise TypeError(f"{dtype} has no reduction {op!r}; convert the tensor, or use another one")
+    comm._cpu_backend.announce(call, tensor, op, root)

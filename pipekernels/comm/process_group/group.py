@@ -30,7 +30,7 @@ from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.join.deadline import Deadline
 from pipekernels.comm.join.rendezvous import over_store
 from pipekernels.comm.messages import backends_of
-from pipekernels.comm.process_group.work import DONE, ENDED, CopiedWork, Work, run_detached
+from pipekernels.comm.process_group.work import DONE, ENDED, CopiedWork, Work
 from pipekernels.comm.tensors import to_dense
 
 _log = logging.getLogger("pipekernels.distributed")
@@ -136,15 +136,6 @@ class Group(dist.ProcessGroup):
         there run at once. The order is then the same on all ranks if each callback is added before
         the next call and that call is asynchronous, as in the hooks of DDP.
         """
-
-        def run() -> None:
-            with torch.inference_mode():  # Allows writes to inference tensors.
-                body()
-
-        def run_on_thread() -> None:
-            self._thread_id = threading.get_ident()
-            run()
-
         if os.getpid() != self._process:
             raise RuntimeError(
                 "this group belongs to the process that made it, and cannot be used in a forked "
@@ -154,11 +145,11 @@ class Group(dist.ProcessGroup):
             self._last = DONE
         is_idle = self._last is DONE and not getattr(opts, "asyncOp", True)
         if is_idle or threading.get_ident() == self._thread_id:
-            with _shown(name, results):
-                run()
+            with _shown(name, results), torch.inference_mode():  # Allows writes to its tensors.
+                body()
             return ENDED if is_idle else Work(DONE, results)
         with _shown(name, results) as shown:
-            self._last = self._thread.submit(run_detached, run_on_thread)
+            self._last = self._thread.submit(_run_detached, self, body)
             if shown is not None:
                 end_with(self._last, shown)
         return Work(self._last, results)
@@ -226,6 +217,20 @@ class Group(dist.ProcessGroup):
     send = _point_to_point("send")
     recv = _point_to_point("recv")
     recv_anysource = _point_to_point("recv_anysource")
+
+
+def _run_detached(group: Group, body: Callable[[], object]) -> None:
+    """Run ``body`` on the group's thread; drop the traceback of its error, which would keep the
+    group alive."""
+    try:
+        group._thread_id = threading.get_ident()
+        with torch.inference_mode():
+            body()
+    except BaseException as error:  # noqa: BLE001
+        error.__cause__ = error.__context__ = None
+        raise error.with_traceback(None)  # noqa: B904
+    finally:
+        del group, body
 
 
 def _shown(name: str, results: Sequence[Tensor]) -> AbstractContextManager[Any]:

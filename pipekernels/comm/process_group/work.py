@@ -81,17 +81,6 @@ def _await(
         del call, results, ended  # A call's error keeps this frame alive through its traceback.
 
 
-def run_detached(body: Callable[[], None]) -> None:
-    """Run ``body``; drop the traceback of its error, which would keep the group alive."""
-    try:
-        body()
-    except BaseException as error:  # noqa: BLE001
-        error.__cause__ = error.__context__ = None
-        raise error.with_traceback(None)  # noqa: B904
-    finally:
-        del body
-
-
 class _Ended(dist.Work):
     """A call that has ended, for callers that only wait."""
 
