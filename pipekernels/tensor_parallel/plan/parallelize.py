@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from math import nan
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,7 +19,6 @@ from pipekernels.tensor_parallel.arithmetic import arithmetic_of
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.full_layer import int8_parts
 from pipekernels.tensor_parallel.int8 import shard_int8
-from pipekernels.tensor_parallel.plan.agreement import check_equal_on_ranks
 from pipekernels.tensor_parallel.plan.check import first_difference, outputs_of
 from pipekernels.tensor_parallel.plan.kinds import SUMMED, HookKind, LayerKind
 from pipekernels.tensor_parallel.plan.matching import match
@@ -172,9 +172,21 @@ def _check_ranks_agree(
             "give all ranks the same model and plan"
         )
     firsts = ((name, next(layer.parameters())) for layer, (name, _) in layers.items())
-    compared = {name: (int8_parts(first) or (first,))[0] for name, first in firsts}
-    compared |= {name: p for name, p in model.named_parameters() if ".lora_" in name}
-    check_equal_on_ranks(compared, comm)
+    weights = {name: (int8_parts(first) or (first,))[0] for name, first in firsts}
+    weights |= {name: p for name, p in model.named_parameters() if ".lora_" in name}
+    # The first element of each says whether they are the same.
+    elements = [
+        nan if w.is_meta or w.numel() == 0 else w.detach()[(0,) * w.dim()].item().real
+        for w in weights.values()
+    ]
+    gathered = comm.all_gather(torch.tensor([elements], dtype=torch.float64, device="cpu"))
+    differences = (gathered - gathered[0]).nan_to_num(0).nonzero().tolist()  # [[rank, index], ...]
+    if differences:
+        rank, index = differences[0]
+        raise ValueError(
+            f"the weight of {list(weights)[index]!r} on rank {rank} is not that on rank 0; seed "
+            "all ranks the same way before the model is made, or load the same checkpoint on all"
+        )
 
 
 def _divide(model: nn.Module, divided: Mapping[str, Mapping[str, int]]) -> None:
