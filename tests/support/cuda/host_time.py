@@ -11,6 +11,7 @@ is only right on one rank.
 """
 
 import cProfile
+import gc
 import pstats
 import sys
 import time
@@ -26,10 +27,12 @@ from torch.nn import functional
 from pipekernels import Communicator, RowParallelLinear, _backend
 from pipekernels.comm import cuda
 from pipekernels.local_ops import gemm_choice
+from support.cuda import pretended_gpus
 
 DEVICE = torch.device("cuda", 0)
 FEATURES = 64
 CALLS, ROUNDS = 20, 300
+COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
 
 
@@ -82,18 +85,27 @@ def layer_on_gpu(comm: Communicator) -> RowParallelLinear:
 
 
 def python_calls(call: Callable[[], Any]) -> list[str]:
-    """The functions of Python that ``call()`` calls, in order."""
+    """The functions of Python that ``call()`` calls, in order. Comprehensions, whose frames depend
+    on Python's version, belong to their function; what a stand-in of ``pretended_gpus`` calls is
+    left out."""
     names: list[str] = []
+    depth = 0  # Of frames of stand-ins.
 
     def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call":
-            names.append(f"{frame.f_globals['__name__']}.{frame.f_code.co_name}")
+        nonlocal depth
+        module, name = frame.f_globals["__name__"], frame.f_code.co_name
+        if event == "call" and not depth and name not in COMPREHENSIONS:
+            names.append(f"{module}.{name}")
+        if module == pretended_gpus.__name__ or depth:
+            depth += {"call": 1, "return": -1}.get(event, 0)
 
+    gc.disable()  # Finalizers that it calls would be counted.
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return names
 
 
