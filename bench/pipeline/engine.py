@@ -1,24 +1,34 @@
-"""Overhead of the engine: pipes of layers that do nothing, and micro-batches on one device.
+"""Overhead of the engine: of layers that do nothing, on one device, and of narrow layers.
 
-``no pipe`` is the bare model: over the same micro-batches where layers do nothing, and on the whole
-batch on one device.
+``no pipe`` is the bare model: on the whole batch on one device, elsewhere over the same
+micro-batches, without checkpointing.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from bench.harness import Options, Turns
-from bench.pipeline.pipe import build, data, loop, step
+from bench.pipeline.pipe import build, check, data, gradients, loop, step, warm
+from bench.processes import Serve, started
 from pipekernels import Pipe
 
 STAGES = 2
+NARROW = {  # Chunks and the mode of checkpointing.
+    "narrow, 8 micro-batches": (8, "never"),
+    "narrow, 1 micro-batch": (1, "never"),
+    "narrow, checkpointed": (8, "always"),
+}
 CANDIDATES = {
     "no-op": ("no pipe", "8 chunks", "32 chunks"),
     "one device": ("no pipe", "1 chunks", "4 chunks"),
+    **dict.fromkeys(NARROW, ("no pipe", "pipekernels", "torchgpipe")),
 }
 QUICK = CANDIDATES
 BASE = "no pipe"
@@ -26,6 +36,8 @@ CONDITIONS = {
     "no-op": f"{STAGES} stages of nn.Identity, forward and backward, per (stage, micro-batch)",
     "one device": "1 stage of 8 x (Linear(512) + GELU), batch 2048, one thread, forward and "
     "backward",
+    "narrow": f"CPU time of {STAGES} stages of 4 x (Linear(64) + GELU), 32 rows per micro-batch, "
+    "one thread, forward and backward",
     "timing": "candidates in turn, medians",
 }
 
@@ -59,9 +71,35 @@ def _one_device(candidate: str) -> Callable[[], float]:
     return step(pipe, x, grad, threads=1)
 
 
+def _narrow(case: str, make: Callable[..., nn.Module] | None) -> Callable[[], float]:
+    """CPU seconds of a step of a pipe, or of the loop, whose gradients are right."""
+    chunks, checkpoint = NARROW[case]
+    x, grad = data(64, 32 * chunks)
+    module, parts = build(64), chunks
+    if make is not None:
+        options = {"devices": ["cpu"] * STAGES, "chunks": chunks, "checkpoint": checkpoint}
+        module, parts = make(module, [8] * STAGES, **options), 1
+    run = warm(loop(module, x, grad, chunks=parts, clock=time.process_time))
+    run()
+    check(module.parameters(), gradients(build(64), x, grad))
+    return run
+
+
+def _torchgpipe(rank: int, port: int, serve: Serve, case: str) -> None:
+    from torchgpipe import GPipe
+
+    serve(_narrow(case, GPipe))
+
+
 def turns(case: str, names: Sequence[str], options: Options) -> Turns:
-    """Both kinds of pipes, beside none."""
+    """The pipes of a case, beside none."""
     if case == "no-op":
         return Turns({name: _no_op(name) for name in names}, 15, 50 if options.quick else 400)
+    if case in NARROW:
+        makers = {"no pipe": None, "pipekernels": partial(Pipe, execution="inline")}
+        runners: dict[str, Any] = {n: _narrow(case, makers[n]) for n in names if n in makers}
+        peers = [name for name in names if name not in makers]
+        runners |= started({"torchgpipe": (1, _torchgpipe)}, peers, case)
+        return Turns(runners, 5, 50 if options.quick else 600)
     warmup, rounds = (1, 4) if options.quick else (3, 33)
     return Turns({name: _one_device(name) for name in names}, warmup, rounds)

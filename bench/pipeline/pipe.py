@@ -30,6 +30,7 @@ from bench.harness import Options, Turns
 from bench.processes import Serve, join, started
 from pipekernels import Pipe
 
+Clock = Callable[[], float]
 STAGES, CHUNKS, LAYERS = 2, 8, 8
 BALANCE = [2 * LAYERS // STAGES] * STAGES
 OPTIONS: dict[str, Any] = {"devices": ["cpu"] * STAGES, "chunks": CHUNKS, "checkpoint": "never"}
@@ -91,15 +92,17 @@ def check(found: Iterable[nn.Parameter], wanted: Sequence[torch.Tensor]) -> None
         assert error < 1e-4, f"gradients differ from the bare module's by {error:.1e} of their norm"
 
 
-def timed(module: nn.Module, threads: int, step: Callable[[], Any]) -> Callable[[], float]:
+def timed(
+    module: nn.Module, threads: int, step: Callable[[], Any], *, clock: Clock = time.perf_counter
+) -> Callable[[], float]:
     """``step`` with gradients dropped before the clock starts."""
 
     def run() -> float:
         torch.set_num_threads(threads)
         module.zero_grad()
-        begin = time.perf_counter()
+        begin = clock()
         step()
-        return time.perf_counter() - begin
+        return clock() - begin
 
     return run
 
@@ -123,15 +126,16 @@ def warm(turn: Callable[[], float]) -> Callable[[], float]:
 
 
 def loop(
-    module: nn.Module, x: torch.Tensor, grad: torch.Tensor, *, threads: int = 1
-) -> Callable[[], float]:
+    module: nn.Module, x: torch.Tensor, grad: torch.Tensor, *, threads: int = 1,
+    chunks: int = CHUNKS, clock: Clock = time.perf_counter,
+) -> Callable[[], float]:  # fmt: skip
     """A plain loop over the micro-batches."""
 
     def step() -> None:
-        for part, part_grad in zip(x.chunk(CHUNKS), grad.chunk(CHUNKS), strict=True):
+        for part, part_grad in zip(x.chunk(chunks), grad.chunk(chunks), strict=True):
             module(part).backward(part_grad)
 
-    return timed(module, threads, step)
+    return timed(module, threads, step, clock=clock)
 
 
 def independent(module: nn.Sequential, x: torch.Tensor, grad: torch.Tensor) -> Callable[[], float]:
