@@ -17,7 +17,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from support.cuda import pretended_gpus
 DEVICE = torch.device("cuda", 0)
 FEATURES = 64
 CALLS, ROUNDS = 20, 300
+ROOT = f"{Path(_backend.__file__).parents[1]}/"
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
 
@@ -85,18 +87,19 @@ def layer_on_gpu(comm: Communicator) -> RowParallelLinear:
 
 
 def python_calls(call: Callable[[], Any]) -> list[str]:
-    """The functions of Python that ``call()`` calls, in order. Comprehensions, whose frames depend
-    on Python's version, belong to their function; what a stand-in of ``pretended_gpus`` calls is
-    left out."""
+    """The functions of Python that ``call()`` calls, in order: file, line and name. Comprehensions,
+    whose frames depend on Python's version, belong to their function; what a stand-in of
+    ``pretended_gpus`` calls is left out."""
     names: list[str] = []
     depth = 0  # Of frames of stand-ins.
 
-    def note(frame: Any, event: str, _: Any) -> None:
+    def note(frame: FrameType, event: str, _: Any) -> None:
         nonlocal depth
-        module, name = frame.f_globals["__name__"], frame.f_code.co_name
-        if event == "call" and not depth and name not in COMPREHENSIONS:
-            names.append(f"{module}.{name}")
-        if module == pretended_gpus.__name__ or depth:
+        code = frame.f_code
+        if event == "call" and not depth and code.co_name not in COMPREHENSIONS:
+            file = code.co_filename.removeprefix(ROOT)
+            names.append(f"{file}:{code.co_firstlineno} {code.co_name}")
+        if depth or code.co_filename == pretended_gpus.__file__:
             depth += {"call": 1, "return": -1}.get(event, 0)
 
     gc.disable()  # Finalizers that it calls would be counted.
@@ -107,6 +110,11 @@ def python_calls(call: Callable[[], Any]) -> list[str]:
         sys.setprofile(None)
         gc.enable()
     return names
+
+
+def is_own(name: str) -> bool:
+    """Whether a function that :func:`python_calls` names is one of the package."""
+    return name.startswith("pipekernels/")
 
 
 def microseconds(call: Callable[[], Any]) -> float:

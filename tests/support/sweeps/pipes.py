@@ -1,8 +1,9 @@
-"""Random pipes of layers that return strided tensors, views, several tensors, and skips.
+"""Random pipes of layers that return strided tensors, views, containers and skips, draw random
+numbers, normalise batches and share parameters.
 
 ``cd tests; python -m support.sweeps.pipes 10000`` compares the first 10,000 of them, in every
-execution, with a loop over the same micro-batches: outputs and all gradients, bit for bit, in a
-forward and a backward or a step of any schedule.
+execution, with a loop over the same micro-batches: outputs, all gradients and buffers, bit for bit,
+in two forwards and backwards or steps of any schedule.
 """
 
 import copy
@@ -16,47 +17,60 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipekernels import Pipe
+from pipekernels.batchnorm import convert_deferred_batch_norm
 from pipekernels.pipeline.schedule.program import SCHEDULES
 from pipekernels.skip import Namespace
-from support.loops import WAYS, Loop, cut, results
+from support.loops import WAYS, Loop, cut, leaves_of, results
 from support.skip_layers import Pop, Stash
 
-EXECUTIONS = ("inline", "threads", "split")
+EXECUTIONS = ("threads", "split")  # Beside inline.
 MODES = ("never", "except_last", "always")
-Tensors = tuple[Tensor, ...]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    return leaves_of(value, Tensor)
+
+
+def packed(tensors: Sequence[Tensor], container: int = 0) -> Any:
+    """``tensors`` in a tuple or, if there is only one, alone; or in other containers."""
+    if container == 1:
+        return list(tensors)
+    if container == 2:
+        return {"first": tensors[0], "rest": [None, len(tensors), tuple(tensors[1:])]}
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 class OnOne(nn.Module):
     """Applies a layer, or a function, to tensor ``index`` of several, each ``[rows, m, n]``."""
 
-    def __init__(self, index: int, function: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, index: int, function: Callable[[Tensor], Tensor], container: int = 0
+    ) -> None:
         super().__init__()
-        self.index = index
+        self.index, self.container = index, container
         self.function = function
 
     def forward(self, value: Any) -> Any:
-        tensors = (value,) if isinstance(value, Tensor) else tuple(value)
-        new = self.function(tensors[self.index])
-        tensors = (*tensors[: self.index], new, *tensors[self.index + 1 :])
-        return tensors[0] if len(tensors) == 1 else tensors
+        tensors = tensors_of(value)
+        tensors[self.index] = self.function(tensors[self.index])
+        return packed(tensors, self.container)
 
 
 class Split(nn.Module):
     """Cuts the first tensor into two views, which follow the others."""
 
     def forward(self, value: Any) -> Any:
-        tensors = (value,) if isinstance(value, Tensor) else tuple(value)
-        return (*tensors[1:], *tensors[0].tensor_split(2, 2))
+        first, *rest = tensors_of(value)
+        return (*rest, *first.tensor_split(2, 2))
 
 
 class Join(nn.Module):
-    """Adds what the last tensor and the first have in common, in a dict from one layer to one."""
+    """Adds what the last tensor and the first have in common."""
 
-    def forward(self, value: Tensors) -> Any:
-        first, *rest, last = value
+    def forward(self, value: Any) -> Any:
+        first, *rest, last = tensors_of(value)
         m, n = (min(a, b) for a, b in zip(first.shape[1:], last.shape[1:], strict=True))
-        joined = first[:, :m, :n] + last[:, :m, :n]
-        return (joined, *rest) if rest else joined
+        return packed([first[:, :m, :n] + last[:, :m, :n], *rest])
 
 
 class Recurrent(nn.Module):
@@ -68,8 +82,10 @@ class Recurrent(nn.Module):
         return self.lstm(x)[0][:, :, ::2] if x.shape[2] > 3 else self.lstm(x)[0]
 
 
-def layer_for(draw: random.Random, tensors: Sequence[Tensor]) -> nn.Module:
-    """A layer that can follow on ``tensors``."""
+def layer_for(
+    draw: random.Random, tensors: Sequence[Tensor], linears: Sequence[nn.Linear]
+) -> nn.Module:
+    """A layer that can follow on ``tensors``, and may be one of ``linears`` or share its weight."""
     if len(tensors) > 1 and draw.random() < 0.35:
         return Join()
     if len(tensors) < 3 and tensors[0].shape[2] > 1 and draw.random() < 0.25:
@@ -77,12 +93,23 @@ def layer_for(draw: random.Random, tensors: Sequence[Tensor]) -> nn.Module:
     index = draw.randrange(len(tensors))
     m, n = tensors[index].shape[1:]
     width = draw.choice([1, 2, 5, 8, 16])
+    known = [linear for linear in linears if linear.in_features == n]
+    if known and draw.random() < 0.4:
+        shared = tied = draw.choice(known)
+        if draw.random() < 0.7:
+            tied = nn.Linear(n, shared.out_features)
+            tied.weight = shared.weight
+        return OnOne(index, tied)
     functions: list[Callable[[], Callable[[Tensor], Tensor]]] = [
         lambda: nn.Linear(n, width),
         lambda: nn.Linear(n, width, bias=False),
         lambda: nn.LayerNorm(n),
         lambda: nn.Conv1d(m, width, 1),
         lambda: Recurrent(n),
+        lambda: nn.Dropout(0.4),
+        lambda: lambda x: x * torch.rand_like(x),
+        lambda: nn.BatchNorm1d(m) if n > 1 else nn.Identity(),
+        lambda: nn.BatchNorm1d(m, momentum=None) if n > 1 else nn.Identity(),
         lambda: lambda x: x.transpose(1, 2),
         lambda: lambda x: functional.gelu(x),
         lambda: lambda x: x.softmax(-1),
@@ -94,17 +121,17 @@ def layer_for(draw: random.Random, tensors: Sequence[Tensor]) -> nn.Module:
         lambda: lambda x: x.expand(-1, 3, -1) if m == 1 else x,
         lambda: lambda x: x.unfold(1, 2, 1)[..., 0] if m > 1 else x,
     ]
-    return OnOne(index, draw.choice(functions)())
-
-
-def first_of(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else value[0]
+    function = draw.choice(functions)()
+    # Not an LSTM, which has another kernel where nothing requires a gradient.
+    if isinstance(function, nn.Module) and draw.random() < 0.1:
+        function.requires_grad_(isinstance(function, Recurrent))
+    return OnOne(index, function, draw.randrange(3))
 
 
 def add_to_first(value: Any, skip: Tensor) -> Any:
     """Adds the mean of each row of a skip."""
-    first = first_of(value) + skip.mean((1, 2), keepdim=True)
-    return first if isinstance(value, Tensor) else (first, *value[1:])
+    first, *rest = tensors_of(value)
+    return packed([first + skip.mean((1, 2), keepdim=True), *rest])
 
 
 def input_for(draw: random.Random) -> Tensor:
@@ -133,50 +160,66 @@ def case(seed: int) -> tuple[nn.Sequential, Tensor, str, dict[str, Any]]:
     for _ in range(draw.randint(2, 7)):
         if draw.random() < 0.15:
             skips.append(Namespace())
-            layers.append(Stash(value=lambda value: first_of(value).sin()).isolate(skips[-1]))
+            stash = Stash(value=lambda value: tensors_of(value)[0].sin())
+            layers.append(stash.isolate(skips[-1]))
         elif skips and draw.random() < 0.3:
             layers.append(Pop(join=add_to_first).isolate(skips.pop(draw.randrange(len(skips)))))
         else:
-            layers.append(layer_for(draw, (value,) if isinstance(value, Tensor) else value))
+            linears = [each for layer in layers for each in layer.children()]
+            linears = [each for each in linears if isinstance(each, nn.Linear)]
+            layers.append(layer_for(draw, tensors_of(value), linears))
             value = layers[-1](value)
     layers += [Pop(join=add_to_first).isolate(skip) for skip in skips]
     if not any(p.requires_grad for layer in layers for p in layer.parameters()):
-        tensors = (value,) if isinstance(value, Tensor) else value
-        layers.append(OnOne(0, nn.Linear(tensors[0].shape[2], 3)))
+        layers.append(OnOne(0, nn.Linear(tensors_of(value)[0].shape[2], 3)))
     stages = draw.randint(1, min(4, len(layers)))
     cuts = sorted(draw.sample(range(1, len(layers)), stages - 1))
     balance = [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
     options = {
         "balance": balance,
         "devices": ["cpu"] * stages,
-        "chunks": draw.randint(1, 4),
+        "chunks": draw.choice([1, 2, 3, 4, 8]),
         "checkpoint": draw.choice(MODES),
     }
     x.requires_grad_(draw.random() < 0.7)
-    return nn.Sequential(*layers), x, draw.choice(WAYS), options
+    module, micro_batches = nn.Sequential(*layers), min(options["chunks"], len(x))
+    if draw.random() < 0.5:
+        module = convert_deferred_batch_norm(module, micro_batches)
+    # A single micro-batch may be returned as it is, and then is no tensor of inference.
+    ways = [way for way in WAYS if micro_batches > 1 or way != "inference_mode"]
+    return module, x, draw.choice(ways), options
 
 
 def differs(seed: int) -> str | None:
-    """How a pipe differs from the loop, if it does."""
+    """How a pipe differs from the loop, or its executions from each other, if they do."""
     module, x, way, options = case(seed)
-    close = {"rtol": 0.0, "atol": 0.0}
-    if way in SCHEDULES:
-        # The loss of a step has a graph of its own. So a stage's backward begins at each of several
-        # outputs, and what several paths add to a gradient comes in another order.
-        module, x = module.double(), x.detach().double().requires_grad_(x.requires_grad)
-        close = {"rtol": 1e-10, "atol": 1e-10}
-    balance, chunks = options["balance"], options["chunks"]
-    loop, plain = Loop(cut(module, balance), chunks), copy.deepcopy(module)
-    expected = results(loop, way, [x], module, len(balance))
+    balance = options["balance"]
+
+    def outcomes(execution: str | None, dtype: torch.dtype) -> list[Any]:
+        """Of the loop (None) or the pipe, twice, as the second time it may run otherwise."""
+        own = copy.deepcopy(module).to(dtype)
+        given = x.detach().to(dtype).requires_grad_(x.requires_grad)
+        run: Any = Loop(cut(own, balance), options["chunks"])
+        if execution is not None:
+            run = Pipe(own, **options, execution=execution)
+        return [results(run, way, [given], own, len(balance)) for _ in range(2)]
+
+    parameters = [parameter for layer in module for parameter in layer.parameters()]
+    dtype, atol = torch.float32, 0.0
+    if way in SCHEDULES or len(parameters) > len(set(parameters)):
+        # The loss of a step has a graph of its own, and layers that share a parameter may be in
+        # several graphs. So what several paths add to a gradient comes in another order.
+        dtype, atol = torch.float64, 1e-10
+    inline, loop = outcomes("inline", torch.float32), outcomes(None, dtype)
+    compared = {"loop": (inline if dtype == torch.float32 else outcomes("inline", dtype), loop)}
     for execution in EXECUTIONS:
-        own = copy.deepcopy(plain)
-        pipe = Pipe(own, **options, execution=execution)
-        for call in range(2):
-            found = results(pipe, way, [x], own, len(balance))
-            try:
-                torch.testing.assert_close(found, expected, **close)
-            except AssertionError as error:
-                return f"case {seed}, {way}, {execution}, call {call}: {error} {options}"
+        compared[execution] = (outcomes(execution, torch.float32), inline)
+    for other, (found, expected) in compared.items():
+        tolerance = atol if other == "loop" else 0
+        try:
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        except AssertionError as error:
+            return f"case {seed}, {way}, inline and {other}: {error} {options}"
     return None
 
 
@@ -184,7 +227,7 @@ def main(count: int) -> None:
     torch.set_num_threads(1)
     found = [text for seed in range(count) if (text := differs(seed)) is not None]
     print("\n".join(found[:20]))
-    print(f"{count} pipes, {len(EXECUTIONS)} executions each, {len(found)} differ")
+    print(f"{count} pipes, {1 + len(EXECUTIONS)} executions each, {len(found)} differ")
     sys.exit(bool(found))
 
 
