@@ -79,19 +79,6 @@ def test_an_attribute_in_a_step_is_refused(execution: str, schedule: str, stage:
     pipe.train_step(rows(), rows(), functional.mse_loss, schedule=schedule)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_scalars_are_averaged(execution: str, mode: str) -> None:
-    pipe = make(Returns, checkpoint=mode)
-    output, aux = pipe(rows())
-    (output.square().mean() + aux).backward()
-    module = make(Returns).to_sequential()
-    parts = [module(part) for part in rows().tensor_split(CHUNKS)]
-    expected = sum(w * part[1] for w, part in zip(WEIGHTS, parts, strict=True))
-    torch.testing.assert_close(aux, expected, rtol=0, atol=1e-12)
-    (torch.cat([y for y, _ in parts]).square().mean() + expected).backward()
-    torch.testing.assert_close(grads(pipe), grads(module), rtol=0, atol=1e-12)
-
-
 def test_a_scalar_of_one_micro_batch_is_itself() -> None:
     pipe = make(Returns)
     pipe.chunks = 1

@@ -18,7 +18,6 @@ from support.pipes import (
 from torch import nn
 
 from pipekernels import is_checkpointing, is_recomputing
-from pipekernels.local_ops.micro_batch import micro_batch_sizes
 
 MODES = ["always", "except_last", "never"]
 
@@ -217,16 +216,6 @@ def test_an_empty_batch(place: torch.device) -> None:
     assert output.shape == (0, 6)
     output.sum().backward()
     assert torch.equal(pipe[0].weight.grad, torch.zeros(6, 6, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(("batch", "chunks"), [(5, 4), (3, 8), (1, 2), (8, 8)])
-def test_sizes_of_micro_batches(batch: int, chunks: int) -> None:
-    pipe = on_cpus(mlp(), [2, 3], chunks=chunks)
-    sizes: list[int] = []
-    pipe[0].register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
-    with torch.no_grad():
-        pipe(torch.randn(batch, 6, dtype=torch.float64))
-    assert sizes == micro_batch_sizes(batch, chunks) and len(sizes) == min(batch, chunks)
 
 
 def test_a_run_is_freed_with_its_output() -> None:

@@ -133,18 +133,19 @@ def shared() -> list[nn.Module]:
     return [twice, a, nn.Tanh(), b, twice]
 
 
-class Noisy(nn.Linear):
+class Noisy(nn.MultiheadAttention):
     """All kinds of dropout that are visible from Python."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(super().forward(x), 0.4, self.training) + 0.1 * torch.randn_like(x)
+        x = F.dropout(x.unsqueeze(0), 0.4, self.training) + 0.1 * torch.randn_like(x)
+        x = super().forward(x, x, x, need_weights=False)[0]
         q = x.view(-1, 1, 3, 2)
         x = F.scaled_dot_product_attention(q, q, q, dropout_p=0.2).reshape(-1, WIDTH)
         return x * torch.empty_like(x).bernoulli_(0.8)
 
 
 def dropout() -> list[nn.Module]:
-    return [Noisy(WIDTH, WIDTH), nn.Dropout(0.5), Noisy(WIDTH, WIDTH), nn.Dropout(0.3)]
+    return [Noisy(WIDTH, 2, 0.3), nn.Dropout(0.5), Noisy(WIDTH, 2, 0.3), nn.Dropout(0.3)]
 
 
 def noisy_loss(output: Tensor) -> Tensor:

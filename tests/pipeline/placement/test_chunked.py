@@ -1,6 +1,5 @@
 """``parallelize_pipeline`` with chunks: the forward of any module, by micro-batches."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -225,16 +224,6 @@ def test_parameter_hooks_fire_once_per_backward() -> None:
     model.weight.register_hook(lambda grad: calls.append(1))
     model(torch.ones(6, 2)).sum().backward()
     assert calls == [1]
-
-
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_deferred_batch_norm_commits_once_per_call(chunks: int) -> None:
-    plain = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
-    model = chunked(convert_deferred_batch_norm(copy.deepcopy(plain), chunks), chunks)
-    for batch in (9, 8):
-        x = torch.randn(batch, 3, dtype=torch.float64)
-        plain(x), model(x)
-        torch.testing.assert_close(model[0].state_dict(), plain[0].state_dict(), rtol=0, atol=1e-12)
 
 
 def test_an_exception_of_a_micro_batch_is_raised_and_the_model_stays_usable() -> None:

@@ -11,35 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.function_layer import FunctionLayer
+from support.pipe_models import MODELS, WIDTH
 from support.pipes import Pipe, on_cpus
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipekernels.pipeline.stage import random_state
 from pipekernels.pipeline.stage.random_state import LaneRandom, Observed, draws, task_seed
-
-
-class Noisy(nn.Module):
-    """All kinds of dropout that are visible from Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
-
-    def forward(self, x):
-        x = F.dropout(self.linear(x), 0.4, self.training) + 0.1 * torch.randn_like(x)
-        q = x.view(-1, 2, 2, 4).transpose(1, 2)
-        x = F.scaled_dot_product_attention(q, q, q, dropout_p=0.2).transpose(1, 2).reshape(-1, 2, 8)
-        x = self.attention(x, x, x, need_weights=False)[0]
-        return (x * torch.empty_like(x).bernoulli_(0.8)).reshape(-1, 16)[:, :8]
-
-
-def build() -> nn.Sequential:
-    torch.manual_seed(1)
-    wide = lambda x: torch.stack([x, x], dim=1)
-    layers = FunctionLayer(wide), Noisy(), FunctionLayer(wide), Noisy(), nn.Dropout(0.5)
-    return nn.Sequential(*layers).double()
 
 
 def results(pipe: Pipe, seed: int) -> list[torch.Tensor]:
@@ -54,16 +32,6 @@ def needs_one_thread(pipe: Pipe) -> bool:
     """Whether the pipe has found random numbers that depend on the order of threads."""
     stages = pipe._engine.stages
     return stages.observed.needs_one_thread()
-
-
-def test_checkpointing_does_not_change_the_masks(place: torch.device) -> None:
-    module = build()
-    options = {"balance": [2, 3], "devices": [place] * 2, "chunks": 3}
-    kept, recomputed = (
-        results(Pipe(copy.deepcopy(module), **options, checkpoint=mode), 7)
-        for mode in ("never", "always")
-    )
-    torch.testing.assert_close(kept, recomputed, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("features", [3, 4])
@@ -184,8 +152,8 @@ def test_layers_that_fork_the_generator_stay_on_one_thread(draw: Callable[[], An
 
 
 def test_visible_randomness_may_use_lanes() -> None:
-    pipe = on_cpus(build(), [2, 3], chunks=4)
-    pipe(torch.ones(8, 8, dtype=torch.float64)).sum().backward()
+    pipe = on_cpus(MODELS["dropout"].build(torch.float64), [2, 2], chunks=4)
+    pipe(torch.ones(8, WIDTH, dtype=torch.float64)).sum().backward()
     assert not needs_one_thread(pipe)
 
 

@@ -87,20 +87,20 @@ def layer_on_gpu(comm: Communicator) -> RowParallelLinear:
 
 
 def python_calls(call: Callable[[], Any]) -> list[str]:
-    """The functions of Python that ``call()`` calls, in order: file, line and name. Comprehensions,
-    whose frames depend on Python's version, belong to their function; what a stand-in of
-    ``pretended_gpus`` calls is left out."""
+    """The functions of Python that ``call()`` calls, in order: file, line and name. Without the
+    stand-ins of ``pretended_gpus``, what they call, and comprehensions, whose frames depend on
+    Python's version."""
     names: list[str] = []
     depth = 0  # Of frames of stand-ins.
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         nonlocal depth
         code = frame.f_code
-        if event == "call" and not depth and code.co_name not in COMPREHENSIONS:
-            file = code.co_filename.removeprefix(ROOT)
-            names.append(f"{file}:{code.co_firstlineno} {code.co_name}")
         if depth or code.co_filename == pretended_gpus.__file__:
             depth += {"call": 1, "return": -1}.get(event, 0)
+        elif event == "call" and code.co_name not in COMPREHENSIONS:
+            file = code.co_filename.removeprefix(ROOT)
+            names.append(f"{file}:{code.co_firstlineno} {code.co_name}")
 
     gc.disable()  # Finalizers that it calls would be counted.
     sys.setprofile(note)

@@ -8,7 +8,7 @@ the extension's copies do nothing, so values are wrong; ``recorded_streams`` has
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,14 +66,6 @@ def pretended_gpus() -> Iterator[None]:
         set_device(stream.device)
         streams[current] = stream
 
-    @contextmanager
-    def using(stream: Any) -> Iterator[None]:
-        before, device = streams[stream.device], current
-        set_stream(stream)
-        yield
-        set_stream(before)
-        set_device(device)
-
     cuda: dict[str, Any] = {
         "current_device": lambda: current.index,
         "current_stream": lambda device=None: streams[device or current],
@@ -83,7 +75,7 @@ def pretended_gpus() -> Iterator[None]:
         "init": lambda: None,
         "set_device": set_device,
         "set_stream": set_stream,
-        "stream": using,
+        "stream": lambda stream: nullcontext(set_stream(stream)),
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, stand_in in cuda.items():
