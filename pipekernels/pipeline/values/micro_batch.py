@@ -80,9 +80,6 @@ class Scatter:
         else:
             self._parts = split_micro_batches(tensors, chunks, dim)
 
-    def __len__(self) -> int:
-        return len(self.sizes)
-
     def elements(self, m: int) -> int:
         """Number of elements of micro-batch ``m``, over all tensors."""
         return sum([tensor.numel() for tensor in self._parts[m]])
@@ -95,16 +92,15 @@ class Scatter:
 
     def joined(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """``parts``, one per micro-batch, joined, with zeros for a None; None if all are None."""
-        present = [part for part in parts if part is not None]
-        if not present:
+        like = next((part for part in parts if part is not None), None)
+        if like is None:
             return None
-        whole = _new_whole(present[0], self.batch, self.dim)
-        for piece, part in zip(whole.split(self.sizes, self.dim), parts, strict=True):
-            if part is None:
-                piece.zero_()
-            else:
-                piece.copy_(part)
-        return whole
+        before, after = like.shape[: self.dim], like.shape[self.dim + 1 :]
+        present = [
+            like.new_zeros((*before, size, *after)) if part is None else part
+            for part, size in zip(parts, self.sizes, strict=True)
+        ]
+        return torch.cat(present, self.dim)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -112,29 +108,15 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _views(tensor: torch.Tensor, sizes: list[int], dim: int) -> Sequence[torch.Tensor]:
-    dense = _is_dense(tensor)
     views: Sequence[torch.Tensor] = tensor.split(sizes, dim) if len(sizes) > 1 else [tensor]
     if tensor.requires_grad:
         return views  # Targets that require a gradient.
-    if dense and tensor.is_cuda and type(tensor) is torch.Tensor:
+    if tensor.is_cuda and type(tensor) is torch.Tensor and _is_dense(tensor):
         # On CUDA, dropout's mask depends on the alignment of its input. A recomputation may use an
         # aligned copy of the input, so align all.
         return [view.clone() if view.data_ptr() % 16 else view.detach() for view in views]
     # Detached: autograd forbids layers to modify outputs of split() in place.
     return [view.detach() for view in views]
-
-
-def _new_whole(part: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """An empty tensor for parts like ``part``, of ``size`` along ``dim``; channels last if ``part``
-    is."""
-    shape = list(part.shape)
-    shape[dim] = size
-    if not part.is_contiguous():
-        for order in (torch.channels_last, torch.channels_last_3d):
-            if part.is_contiguous(memory_format=order):
-                laid_out = torch.empty(shape, device="meta", memory_format=order)
-                return part.new_empty_strided(shape, laid_out.stride())
-    return part.new_empty(shape)
 
 
 def shares(sizes: Sequence[int]) -> list[float]:
@@ -149,7 +131,7 @@ class Average:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = weights
-        self._parts: list[torch.Tensor | None] = [None] * len(weights)
+        self._parts: dict[int, torch.Tensor] = {}
 
     def write(self, m: int, part: torch.Tensor) -> None:
         """Keep the weighted scalar of micro-batch ``m``. ValueError if it is not a scalar."""
@@ -162,8 +144,7 @@ class Average:
 
     def take(self) -> torch.Tensor:
         """The sum, in order. Drops the references to the parts."""
-        weighted = [part for part in self._parts if part is not None]
-        self._parts.clear()
+        weighted = [self._parts.pop(m) for m in range(len(self._weights))]
         return torch.stack(weighted).sum()
 
     def slices(self, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -172,9 +153,8 @@ class Average:
 
 
 class Gather:
-    """One tensor into which micro-batches are written in any order, which avoids a concatenation,
-    unless their dtypes differ. All may have a common multiple of their rows, as
-    ``[batch * tokens, ...]``.
+    """One tensor into which micro-batches are written in any order, which avoids a concatenation.
+    All may have a common multiple of their rows, as ``[batch * tokens, ...]``.
 
     Args:
         sizes: rows of each micro-batch.
@@ -187,17 +167,12 @@ class Gather:
         self._dim = dim
         self._source = source
         self._whole: torch.Tensor | None = None
-        self._places: Sequence[torch.Tensor] = ()  # Views of _whole, one per micro-batch.
-        self._parts: dict[int, torch.Tensor] = {}  # Those of another dtype.
+        self._shape: Sequence[int] = ()  # Of the first part.
         self._lengths: list[int] = []  # Entries of each micro-batch.
 
-    def write(self, m: int, part: torch.Tensor) -> None:
-        """Copy the part of micro-batch ``m``; a single one is kept.
-
-        Raises:
-            ValueError: the part has no dimension ``dim``, or another shape than the first part
-                lets expect.
-        """
+    def check(self, m: int, part: torch.Tensor) -> None:
+        """Raise a ValueError if ``part``, of micro-batch ``m``, has no dimension ``dim``, or
+        another shape than the first part lets expect."""
         dim = self._dim
         if part.dim() <= dim:
             raise ValueError(
@@ -207,15 +182,12 @@ class Gather:
             )
         if len(self._sizes) == 1:
             self._lengths = [part.size(dim)]
-            self._whole = part.detach()
             return
-        if self._whole is None:
+        if not self._lengths:
             rows = part.size(dim) // self._sizes[m]
             self._lengths = [rows * size for size in self._sizes]
-            self._whole = _new_whole(part, sum(self._lengths), dim)
-            self._places = self._whole.split(self._lengths, dim)
-        place = self._places[m]
-        if part.shape != place.shape:
+            self._shape = part.shape
+        if part.shape != (*self._shape[:dim], self._lengths[m], *self._shape[dim + 1 :]):
             raise ValueError(
                 f"{self._source} returned a tensor of shape {tuple(part.shape)} for micro-batch "
                 f"{m}, of {self._sizes[m]} rows; outputs are joined along dimension {dim}, "
@@ -223,27 +195,41 @@ class Gather:
                 "other dimensions must be equal (drop it in a last layer, move its batch "
                 "dimension, or use chunks=1)"
             )
-        if part.dtype == place.dtype:
-            place.copy_(part.detach())
-        else:
-            self._parts[m] = part.detach().clone()
+
+    def write(self, m: int, part: torch.Tensor) -> None:
+        """Check and copy the part of micro-batch ``m``; a single one is kept."""
+        self.check(m, part)
+        part, dim = part.detach(), self._dim
+        if len(self._sizes) == 1:
+            self._whole = part
+            return
+        if self._whole is None:
+            self._whole = _new_whole(part, sum(self._lengths), dim)
+        elif self._whole.dtype != part.dtype:  # As torch.cat() joins them.
+            self._whole = self._whole.to(torch.promote_types(self._whole.dtype, part.dtype))
+        self._whole.narrow(dim, sum(self._lengths[:m]), self._lengths[m]).copy_(part)
 
     def take(self) -> torch.Tensor:
-        """All parts, joined in order. Drops its references: the graph keeps this object."""
-        whole = self._whole
+        """All parts, joined in order. Drops its reference: the graph keeps this object."""
+        whole, self._whole = self._whole, None
         assert whole is not None
-        deny_constant(self._places, self._sizes, self._dim)
-        if self._parts:
-            parts = [self._parts.get(m, place) for m, place in enumerate(self._places)]
-            whole = torch.cat(parts, self._dim)
-        self._whole = None
-        self._places = ()
-        self._parts.clear()
+        if len(self._sizes) > 1:
+            deny_constant(self.slices(whole), self._sizes, self._dim)
         return whole
 
     def slices(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """``whole``, of the shape that :meth:`take` returned, as one view per micro-batch."""
         return list(whole.split(self._lengths, self._dim))
+
+
+def _new_whole(part: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """An empty tensor for parts like ``part``, of ``size`` along ``dim``; channels last if ``part``
+    is."""
+    shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
+    for order in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d):
+        if part.is_contiguous(memory_format=order):
+            return torch.empty_like(part.new_empty(()).expand(shape), memory_format=order)
+    return part.new_empty(shape)
 
 
 def deny_constant(parts: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> None:
