@@ -224,7 +224,9 @@ def function_modes() -> list[Any]:
 
 def pytree_node(value: Any) -> PytreeNode | None:
     """How torch's pytree opens ``value`` and rebuilds it; None for a leaf."""
-    return SUPPORTED_NODES.get(_get_node_type(value))
+    kind = type(value)
+    # The function takes a microsecond to see that a tuple is not a named one.
+    return SUPPORTED_NODES.get(kind if kind is tuple else _get_node_type(value))
 
 
 # ---- memory ----

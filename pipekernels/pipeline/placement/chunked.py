@@ -10,8 +10,8 @@ from torch import nn
 
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.stage.batchnorm import committed
-from pipekernels.pipeline.values.micro_batch import deny_constant
-from pipekernels.pipeline.values.nested import leaves, map_leaves
+from pipekernels.pipeline.values.micro_batch import Gather, deny_constant
+from pipekernels.pipeline.values.nested import flattened, leaves, map_leaves
 from pipekernels.pipeline.values.structure import NoChunk
 
 DEPTH = 4
@@ -29,16 +29,9 @@ def forward_in_chunks(
     order: Sequence[str] = (),
 ) -> Any:
     """``forward(*args, **kwargs)``, computed by ``min(chunks, batch)`` calls on micro-batches, in
-    order, on the calling thread. :func:`parallelize_pipeline` says what is split and joined.
-
-    Args:
-        module: the module of ``forward``; its DeferredBatchNorms commit once.
-        forward: called once if there is one micro-batch, or no tensor to split.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        chunks: the most micro-batches; their sizes differ by at most one.
-        dim: the batch dimension.
-        order: names of keyword arguments to consider first, in the order of the signature.
+    order, on the calling thread, or by one if there is no tensor to split; then the
+    DeferredBatchNorms of ``module`` commit. The guide to device maps says what is split along
+    ``dim``, and joined. Keyword arguments are considered in this ``order``, then all others.
 
     Raises:
         TypeError: an argument has tensors, perhaps only after a micro-batch, but is neither a
@@ -54,7 +47,8 @@ def forward_in_chunks(
         if len(sizes) == 1:
             whole_args, whole_kwargs = unwrap_no_chunk(module, *inputs)
             return forward(*whole_args, **whole_kwargs)
-        # One split per tensor object: attention layers check whether query and key are identical.
+        # Not a Scatter, whose views are detached, also from forward mode and torch.func. One split
+        # per tensor object: attention layers check whether query and key are identical.
         parts = {id(t): t.split(sizes, dim) for t in tensors if t.size(dim) == batch}
         results = []
         for m in range(len(sizes)):
@@ -62,7 +56,7 @@ def forward_in_chunks(
                 _deny_opaque(leaf)
             part_args, part_kwargs = _micro_batch(inputs, parts, m)
             results.append(forward(*part_args, **part_kwargs))
-    return map_leaves(lambda *pieces: _join(pieces, sizes, dim), *results)
+    return _joined(results, sizes, dim)
 
 
 def unwrap_no_chunk(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -96,45 +90,41 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         return True
     if depth == 0 or isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
         return False
-    return any(
-        _holds_tensors(inner, depth - 1)
-        for attribute in vars(value).values()
-        for inner in leaves(attribute)
-    )
+    return any(_holds_tensors(inner, depth - 1) for inner in leaves(vars(value)))
 
 
-def _join(pieces: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
-    """One value from those that the micro-batches returned at one place."""
+def _joined(results: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
+    """One value from those that the micro-batches returned."""
+    rows: list[list[Any]] = [[] for _ in results]
+    first, *others = [flattened(result, row) for result, row in zip(results, rows, strict=True)]
+    if any(layout != first for layout in others):
+        raise ValueError(
+            f"the module's results cannot be joined: it returned {[len(row) for row in rows]} "
+            "values for its micro-batches, or put them together in another way; return the same "
+            "containers, with the same keys, for all"
+        )
+    joined = iter([_join(pieces, sizes, dim) for pieces in zip(*rows, strict=True)])
+    return map_leaves(lambda _: next(joined), results[0])
+
+
+def _join(pieces: tuple[Any, ...], sizes: Sequence[int], dim: int) -> Any:
+    """One value from those at the same place of the results."""
     first = pieces[0]
     if all(piece is first for piece in pieces):
         return first
-    if all(isinstance(piece, torch.Tensor) for piece in pieces):
-        return _concatenated(pieces, sizes, dim)
+    if all(isinstance(piece, torch.Tensor) and piece.dim() > dim for piece in pieces):
+        gather = Gather(sizes, dim, "the module")
+        for m, piece in enumerate(pieces):
+            gather.check(m, piece)
+        deny_constant(pieces, sizes, dim)
+        return torch.cat(pieces, dim)  # In the graph, where a Gather would copy.
     comparable = isinstance(first, Hashable) and not isinstance(first, torch.Tensor)
     if comparable and all(type(piece) is type(first) and piece == first for piece in pieces):
         return first
     types = ", ".join(sorted({type(piece).__name__ for piece in pieces}))
     raise ValueError(
         f"the module's results cannot be joined: its micro-batches returned different objects of "
-        f"type {types} at the same place; return tensors, or the same object for all micro-batches "
-        "(a cache can often be switched off, as by use_cache=False)"
+        f"type {types} at the same place; return tensors with their rows (and take the mean over "
+        "these, as in a loss, outside the module), or the same object for all micro-batches (a "
+        "cache can often be switched off, as by use_cache=False)"
     )
-
-
-def _concatenated(pieces: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> torch.Tensor:
-    first = pieces[0]
-    rows = first.size(dim) // sizes[0] if first.dim() > dim else 0
-    for piece, size in zip(pieces, sizes, strict=True):
-        shape = list(first.shape)
-        if rows:
-            shape[dim] = rows * size
-        if not rows or list(piece.shape) != shape:
-            raise ValueError(
-                f"the module returned tensors of shapes {[list(p.shape) for p in pieces]} for "
-                f"micro-batches of sizes {list(sizes)}; they are joined along dimension {dim}, "
-                "which must equal the micro-batch's rows or a common multiple of them, and the "
-                "other dimensions must be equal (take the mean over the batch, as in a loss, "
-                "outside the module)"
-            )
-    deny_constant(pieces, sizes, dim)
-    return torch.cat(list(pieces), dim)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from pipekernels._torch_private import tree_leaves
+from pipekernels._torch_private import PytreeNode, tree_leaves
 from pipekernels.local_ops.p2p_copy import p2p_copy
-from pipekernels.pipeline.values.nested import Container, opened
+from pipekernels.pipeline.values.nested import Container, flattened, leaves
 
 
 class NoChunk:
@@ -76,10 +77,7 @@ def arguments_of(layer: nn.Module, value: Any) -> Any:
     forward of ``layer`` takes several arguments and these are among them."""
     if type(value) not in (tuple, dict):
         return value
-    try:
-        parameters = inspect.signature(layer.forward).parameters
-    except (TypeError, ValueError):  # A forward that is not written in Python may have none.
-        return value
+    parameters = parameters_of(layer)
     kinds = [parameter.kind for parameter in parameters.values()]
     if len(kinds) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
         return value
@@ -89,39 +87,44 @@ def arguments_of(layer: nn.Module, value: Any) -> Any:
     return Arguments((), value) if named else value
 
 
-class Layout(NamedTuple):
-    """A container, and the layouts of its entries: for a leaf, whether it is a tensor."""
+def parameters_of(layer: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the layer's forward; none if it has no signature, as one not written in
+    Python."""
+    try:
+        return inspect.signature(layer.forward).parameters
+    except (TypeError, ValueError):
+        return {}
 
-    container: Container
-    entries: tuple[Layout | bool, ...]
+
+_TENSOR = object()  # Stands for a tensor among the leaves of a structure.
 
 
 class Structure:
     """A value without its tensors.
 
     Args:
-        layout: its containers.
-        others: all other leaves, in order; of a :class:`NoChunk`, its tensor.
+        layout: its containers; None for a tensor.
+        leaves: its leaves, in order: ``_TENSOR`` for a tensor, and the tensor of a ``NoChunk``.
     """
 
-    def __init__(self, layout: Layout | bool, others: Sequence[Any]) -> None:
+    def __init__(self, layout: Container | None, leaves: Sequence[Any]) -> None:
         self._layout = layout
-        self._others = others
+        self._leaves = leaves
 
     def build(self, tensors: Sequence[Any]) -> Any:
         """The value with ``tensors``."""
-        if self._layout is True:
+        if self._layout is None:
             return tensors[0]
-        return _filled(self._layout, iter(tensors), iter(self._others))
+        rest = iter(tensors)
+        if len(tensors) == len(self._leaves):  # All are tensors.
+            return self._layout.built(rest)
+        return self._layout.built(next(rest) if x is _TENSOR else x for x in self._leaves)
 
     def on(self, device: torch.device) -> Structure:
         """This structure with its unsplit (:class:`NoChunk`) tensors on ``device``."""
-        if not any(isinstance(leaf, torch.Tensor) for leaf in self._others):
+        if not any(isinstance(leaf, torch.Tensor) for leaf in self._leaves):
             return self
-        moved = [
-            p2p_copy(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in self._others
-        ]
+        moved = [p2p_copy(x, device) if isinstance(x, torch.Tensor) else x for x in self._leaves]
         return Structure(self._layout, moved)
 
     def cut(self, sizes: Sequence[int]) -> list[Structure]:
@@ -131,26 +134,41 @@ class Structure:
         Raises:
             ValueError: a value has been cut into another number of parts.
         """
-        if not any(type(leaf) in _splits for leaf in self._others):
+        if not any(type(leaf) in _splits for leaf in self._leaves):
             return [self] * len(sizes)
-        columns = [_parts(leaf, sizes) for leaf in self._others]
-        return [Structure(self._layout, others) for others in zip(*columns, strict=True)]
+        columns = []
+        for leaf in self._leaves:
+            split = _splits.get(type(leaf))
+            parts = list(split(leaf, sizes)) if split else [leaf] * len(sizes)
+            if len(parts) != len(sizes):
+                raise ValueError(
+                    f"the function that cuts a {type(leaf).__name__} returned {len(parts)} parts "
+                    f"for {len(sizes)} micro-batches of {list(sizes)} rows"
+                )
+            columns.append(parts)
+        return [Structure(self._layout, leaves) for leaves in zip(*columns, strict=True)]
 
     def has_same_layout(self, other: Structure) -> bool:
         """Whether both have the same containers, with tensors in the same places."""
-        return self is other or self._layout == other._layout
+        if self is other:
+            return True
+        places, others = ([x is _TENSOR for x in either._leaves] for either in (self, other))
+        return places == others and self._layout == other._layout
 
 
-SINGLE_TENSOR = Structure(True, ())
+SINGLE_TENSOR = Structure(None, [_TENSOR])
 """The structure of a value that is a tensor."""
 
 
 def merged(structures: Sequence[Structure]) -> Structure:
     """The structure of a mini-batch's value from those of its micro-batches, of the same layout: a
     leaf that is not a tensor becomes a list with an entry per micro-batch, but None stays None."""
-    columns = zip(*(structure._others for structure in structures), strict=True)
-    others = [None if all(leaf is None for leaf in column) else list(column) for column in columns]
-    return Structure(structures[0]._layout, others)
+    columns = zip(*[structure._leaves for structure in structures], strict=True)
+    joined = [
+        column[0] if all(x is _TENSOR or x is None for x in column) else list(column)
+        for column in columns
+    ]
+    return Structure(structures[0]._layout, joined)
 
 
 def flatten(
@@ -169,85 +187,47 @@ def flatten(
     """
     if isinstance(value, torch.Tensor):
         return (value,), SINGLE_TENSOR
-    found = _Leaves(what, chunks)
-    layout = found.layout(value)
-    if not found.tensors:
+    found: list[Any] = []
+    layout = flattened(value, found, partial(_is_leaf, what, chunks))
+    tensors = []
+    for i, leaf in enumerate(found):
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            found[i] = _TENSOR
+        elif isinstance(leaf, NoChunk):
+            found[i] = leaf.tensor
+    if not tensors:
+        empty = isinstance(value, (tuple, list, dict)) and not value
+        kind = ("an empty " if empty else "") + type(value).__name__
         raise TypeError(
             f"{what} must be a tensor or a tuple, list or dict with at least one tensor in it, not "
-            f"{_described(value)}"
+            f"{'arguments without any tensor' if isinstance(value, Arguments) else kind}"
         )
-    return tuple(found.tensors), Structure(layout, found.others)
+    return tuple(tensors), Structure(layout, found)
 
 
-class _Leaves:
-    """The leaves of a value, ``what`` in errors, to be cut into ``chunks``, if at all."""
-
-    def __init__(self, what: str, chunks: int | None) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.others: list[Any] = []
-        self._what = what
-        self._chunks = chunks
-
-    def layout(self, value: Any) -> Layout | bool:
-        """Append the leaves of ``value``, and return its layout."""
-        if isinstance(value, torch.Tensor):
-            self.tensors.append(value)
-            return True
-        is_cut = self._chunks is not None and type(value) in _splits
-        if isinstance(value, PackedSequence) and not is_cut and (self._chunks or 0) > 1:
-            raise TypeError(
-                f"{self._what} has a PackedSequence, whose rows cannot be cut into micro-batches; "
-                "give the padded tensor and the lengths, and pack them in the first layer, "
-                "register a function that cuts it (register_split), or use chunks=1"
-            )
-        found = None if is_cut else opened(value)
-        if found is None:
-            self.others.append(value.tensor if isinstance(value, NoChunk) else value)
-            return False
-        container, entries = found
-        tensors, others = len(self.tensors), len(self.others)
-        layout = Layout(container, tuple([self.layout(entry) for entry in entries]))
-        if container.node is not None:
-            return layout
-        if len(self.tensors) == tensors:
-            self.others[others:] = [value]  # Options, which stay one object.
-            return False
-        if isinstance(value, dict):
-            raise TypeError(
-                f"{self._what} has tensors in a {type(value).__name__}, which torch's pytree does "
-                "not know; pass a plain dict, or register the class there "
-                "(torch.utils._pytree.register_pytree_node)"
-            )
-        return layout
+def _is_leaf(what: str, chunks: int | None, value: Any, container: Container) -> bool:
+    if chunks is not None and type(value) in _splits:
+        return True
+    if isinstance(value, PackedSequence) and (chunks or 0) > 1:
+        raise TypeError(
+            f"{what} has a PackedSequence, whose rows cannot be cut into micro-batches; give the "
+            "padded tensor and the lengths, and pack them in the first layer, register a function "
+            "that cuts it (register_split), or use chunks=1"
+        )
+    if isinstance(container.kind, PytreeNode):
+        return False
+    if not any(isinstance(leaf, (torch.Tensor, PackedSequence)) for leaf in leaves(value)):
+        return True  # Options, which stay one object.
+    if isinstance(value, dict):
+        raise TypeError(
+            f"{what} has tensors in a {type(value).__name__}, which torch's pytree does not know; "
+            "pass a plain dict, or register the class there "
+            "(torch.utils._pytree.register_pytree_node)"
+        )
+    return False
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in ``value``, in containers that torch's pytree knows."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _filled(layout: Layout | bool, tensors: Iterator[Any], others: Iterator[Any]) -> Any:
-    if isinstance(layout, bool):
-        return next(tensors if layout else others)
-    return layout.container.filled([_filled(entry, tensors, others) for entry in layout.entries])
-
-
-def _parts(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
-    """What each micro-batch gets of ``leaf``."""
-    split = _splits.get(type(leaf))
-    if split is None:
-        return [leaf] * len(sizes)
-    parts = list(split(leaf, sizes))
-    if len(parts) != len(sizes):
-        raise ValueError(
-            f"the function that cuts a {type(leaf).__name__} returned {len(parts)} parts for "
-            f"{len(sizes)} micro-batches of {list(sizes)} rows"
-        )
-    return parts
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Arguments):
-        return "arguments without any tensor"
-    empty = isinstance(value, (tuple, list, dict)) and not value
-    return ("an empty " if empty else "") + type(value).__name__

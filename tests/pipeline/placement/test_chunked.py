@@ -132,17 +132,18 @@ class Cache:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda x: x.mean(), r"shapes \[\[\], \[\]\].*sizes \[3, 2\].*loss"),
-        (lambda x: x[:1], r"shapes \[\[1, 4\], \[1, 4\]\]"),
-        (lambda x: x[:, : len(x)], r"shapes \[\[3, 3\], \[2, 2\]\]"),
+        (lambda x: x.mean(), "type Tensor at the same place.*as in a loss"),
+        (lambda x: x[:1], r"module returned a tensor of shape \(1, 4\) .* 0, of 3 rows"),
+        (lambda x: x[:, : len(x)], r"of shape \(2, 2\) for micro-batch 1, of 2 rows"),
         (lambda x: len(x), "type int at the same place"),
         (lambda x: (x, Cache()), "type Cache at the same place.*use_cache=False"),
         (lambda x: {"a": object()}, "type object at the same place"),
         (lambda x: {len(x)}, "type set at the same place"),
         (lambda x: x if len(x) == 3 else None, "type NoneType, Tensor"),
         (lambda x: None if len(x) == 3 else x, "type NoneType, Tensor"),
-        (lambda x: [x] * len(x), "mismatch"),
-        (lambda x: {str(len(x)): x}, "mismatch"),
+        (lambda x: [x] * len(x), r"returned \[3, 2\] values for its micro-batches"),
+        (lambda x: {str(len(x)): x}, "put them together in another way.* with the same keys"),
+        (lambda x: (x,) if len(x) == 3 else [x], "put them together in another way"),
     ],
 )
 def test_results_that_cannot_be_joined(function: Callable[..., Any], message: str) -> None:
