@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
@@ -19,7 +18,7 @@ from pipekernels.pipeline.placement.override import Override
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
 from pipekernels.pipeline.stage.partition import deny_sharing, warn_of_sequence_first
 from pipekernels.pipeline.values.nested import map_leaves
-from pipekernels.pipeline.values.structure import NoChunk
+from pipekernels.pipeline.values.structure import NoChunk, parameters_of
 
 DeviceLike = torch.device | str | int
 Placement = DeviceLike | tuple[DeviceLike, DeviceLike] | list[DeviceLike]
@@ -29,9 +28,7 @@ _UNDO = "_parallelized"  # Attribute of a parallelized module: its hooks and ove
 
 
 def get_device(device: DeviceLike) -> torch.device:
-    """``device`` as a ``torch.device``.
-
-    ``"cuda"`` without an index is the current CUDA device where there is one.
+    """``device`` as a ``torch.device``; ``"cuda"`` is the current CUDA device where there is one.
 
     Raises:
         TypeError: it is neither a device, nor a string, nor an index.
@@ -96,16 +93,8 @@ def parallelize_pipeline(
     batch_dim: int = 0,
 ) -> nn.Module:
     """Place the modules of ``model`` on devices, in place, and move their arguments there.
-
-    Each named module computes on its device, with its submodules except those named themselves.
-    Each call moves the arguments to that device, and the results to the output device. Give the
-    root (``""``) a device, as modules that no name covers are not moved. An entry for an
-    ``nn.ModuleList`` or ``nn.ModuleDict``, which is never called, applies to each of its modules.
-
-    With ``chunks`` the model's forward is called once per micro-batch, from one thread, and devices
-    work on different ones at the same time: GPipe's schedule (Huang et al., 2019) without an
-    ``nn.Sequential``. :doc:`/guides/device_maps` says what is cut, what a model may return, and
-    where nothing overlaps. Gradients are the unwrapped model's.
+    :doc:`/guides/device_maps` says what a name covers, and, with ``chunks``, what is cut, what a
+    model may return, and where nothing overlaps. Gradients are the unwrapped model's.
 
     Args:
         model: any module; returned.
@@ -133,10 +122,8 @@ def parallelize_pipeline(
     batch_dim = integer("batch_dim", batch_dim, least=0)
     warn_of_sequence_first(model.modules(), chunks, batch_dim)
     modules = dict(model.named_modules(remove_duplicate=False))
-    placed = {name: _devices(name, value) for name, value in module_to_device.items()}
-    _check(modules, placed)
-    called = _called(modules, placed)
-    computing = _computing(modules, placed)
+    mapped = {name: _devices(name, value) for name, value in module_to_device.items()}
+    computing, called = _placed(modules, mapped)
     for name, module in modules.items():
         device = computing[name]
         if device is not None:
@@ -153,7 +140,7 @@ def parallelize_pipeline(
         ]
     undo = vars(model).setdefault(_UNDO, [])
     if chunks > 1 or has_deferred_batch_norm(model):  # forward_in_chunks commits its statistics.
-        order = _parameters(model.forward)
+        order = tuple(parameters_of(model))
         in_chunks = partial(forward_in_chunks, chunks=chunks, dim=batch_dim, order=order)
         undo.append(Override(model, "forward", in_chunks))
     else:
@@ -200,88 +187,60 @@ class _Devices(NamedTuple):
     def described(
         self, module: nn.Module, extra_repr: Callable[..., str], args: Any, kwargs: Any
     ) -> str:
-        own = extra_repr()
         devices = f"processing_device={self.processing}, output_device={self.output}"
-        return f"{own}, {devices}" if own else devices
+        return ", ".join(filter(None, [extra_repr(), devices]))
 
 
 def _devices(name: str, value: Placement) -> _Devices:
-    if not isinstance(value, (tuple, list)):
-        value = value, value
-    if len(value) != 2:
+    pair = value if isinstance(value, (tuple, list)) else (value, value)
+    if len(pair) != 2:
         raise ValueError(
-            f"module {name!r} is mapped to {len(value)} devices; give one device, or a pair of "
+            f"module {name!r} is mapped to {len(pair)} devices; give one device, or a pair of "
             "them (processing device, output device)"
         )
-    return _Devices(usable(value[0]), usable(value[1]))
+    return _Devices(*map(usable, pair))
 
 
-def _check(modules: Mapping[str, nn.Module], placed: Mapping[str, _Devices]) -> None:
-    for name in placed:
+def _placed(
+    modules: Mapping[str, nn.Module], mapped: Mapping[str, _Devices]
+) -> tuple[dict[str, torch.device | None], dict[nn.Module, _Devices]]:
+    """The device of each module, its own or else its parent's, None if there is neither; and the
+    modules whose calls move tensors: those mapped, except ModuleLists and ModuleDicts the modules
+    in them."""
+    for name in mapped:
         if name not in modules:
             raise ValueError(
                 f"module_to_device names {name!r}, and the model has no such module; names are "
                 "those of model.named_modules(), and '' is the model itself"
             )
-    for name, module in modules.items():
+    mapped = dict(mapped)
+    computing: dict[str, torch.device | None] = {}
+    called: dict[nn.Module, _Devices] = {}
+    owners: dict[int, torch.device] = {}
+    for name, module in modules.items():  # A module comes before its submodules.
         if _UNDO in vars(module):
             raise RuntimeError(
                 f"module {name!r} is parallelized already; call unparallelize_pipeline first"
             )
-
-
-def _called(
-    modules: Mapping[str, nn.Module], placed: Mapping[str, _Devices]
-) -> dict[nn.Module, _Devices]:
-    """The modules whose calls move tensors: those placed, except ModuleLists and ModuleDicts the
-    modules in them."""
-    named = dict(placed)
-    called: dict[nn.Module, _Devices] = {}
-    for name, module in modules.items():  # A module comes before its submodules.
-        if name not in named:
-            continue
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        devices = mapped.get(name)
+        device = devices.processing if devices else computing.get(name.rpartition(".")[0])
+        computing[name] = device
+        if devices and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             for key, _ in module.named_children():
-                named.setdefault(f"{name}.{key}" if name else key, named[name])
-        elif called.setdefault(module, named[name]) != named[name]:
+                mapped.setdefault(f"{name}.{key}" if name else key, devices)
+        elif devices and called.setdefault(module, devices) != devices:
             raise ValueError(
-                f"module {name!r} is mapped to {tuple(named[name])}, and by another of its names "
-                f"to {tuple(called[module])}; a module has one place"
+                f"module {name!r} is mapped to {tuple(devices)}, and by another of its names to "
+                f"{tuple(called[module])}; a module has one place"
             )
-        elif isinstance(module, torch.jit.ScriptModule):
+        elif devices and isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
                 f"a {type(module).__name__} takes no hooks, so nothing can follow it to its "
                 "device; place the module that it was made from, or one that calls it"
             )
-    return called
-
-
-def _computing(
-    modules: Mapping[str, nn.Module], placed: Mapping[str, _Devices]
-) -> dict[str, torch.device | None]:
-    """The device of each module: its own, or else its parent's; None if there is neither."""
-    computing: dict[str, torch.device | None] = {}
-    owners: dict[int, torch.device] = {}
-    for name, module in modules.items():
-        device = (
-            placed[name].processing if name in placed else computing.get(name.rpartition(".")[0])
-        )
-        computing[name] = device
-        for key, tensor in chain(
-            module.named_parameters(recurse=False), module.named_buffers(recurse=False)
-        ):
-            deny_sharing(
-                [(f"{key!r} of module {name!r}", tensor)],
-                device or tensor.device,
-                owners,
-                "modules on",
-                "map the modules that share it to one device",
-            )
-    return computing
-
-
-def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(forward).parameters)
-    except ValueError:  # A forward not written in Python may have no signature.
-        return ()
+        own = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        for key, tensor in chain(*own):
+            what = [(f"{key!r} of module {name!r}", tensor)]
+            remedy = "map the modules that share it to one device"
+            deny_sharing(what, device or tensor.device, owners, "modules on", remedy)
+    return computing, called

@@ -22,23 +22,17 @@ class Override:
         self._module = weakref.ref(module)
         self._name = name
         self._function = function
-        self._former = vars(module).get(name)  # A replacement made by other code.
+        # A replacement made by other code.
+        self._former: Callable[..., Any] | None = vars(module).get(name)
         setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._owner()
-        original = self._former
-        if original is None:
-            # Not a bound method: torch.compile would look up its name and find this object.
-            original = partial(getattr(type(module), self._name), module)
-        return self._function(module, original, args, kwargs)
+        return self._function(self._owner(), self._original(), args, kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The original's, which callers such as Hugging Face's Trainer inspect."""
-        module = self._owner()
-        original = self._former or getattr(type(module), self._name).__get__(module)
-        return inspect.signature(original)
+        return inspect.signature(self._original())
 
     def check(self) -> None:
         """Raise a RuntimeError if the method was replaced again later: it cannot be removed."""
@@ -51,11 +45,15 @@ class Override:
 
     def remove(self) -> None:
         """Restore the former method; call :meth:`check` first."""
-        module = self._owner()
-        if self._former is None:
-            delattr(module, self._name)
-        else:
-            setattr(module, self._name, self._former)
+        delattr(self._owner(), self._name)
+        if self._former is not None:
+            setattr(self._owner(), self._name, self._former)
+
+    def _original(self) -> Callable[..., Any]:
+        if self._former is not None:
+            return self._former
+        # Not a bound method: torch.compile would look up its name and find this object.
+        return partial(getattr(type(self._owner()), self._name), self._owner())
 
     def _owner(self) -> nn.Module:
         module = self._module()
