@@ -160,7 +160,7 @@ class Engine:
             _running.set(around)
 
     def _committed(self) -> AbstractContextManager[None]:
-        deferred = self.stages.traits.has_deferred_batch_norm
+        deferred = self.stages.has_deferred_batch_norm
         return committed(self.stages.modules) if deferred else _NOTHING
 
     def _current_parameters(self) -> Parameters:
@@ -169,7 +169,7 @@ class Engine:
         if known is not None and known.is_current():
             return known
         if self._latest.changed_stage() is not None:
-            self.stages.traits = self.stages.inspect_layers()
+            self.stages.inspect_layers()
             self._executions.forget()
         self._latest = Parameters(self.stages.modules)
         return self._latest
@@ -192,7 +192,7 @@ class Engine:
             micro_batches=count,
             size_bits=inputs.elements.bit_length(),
             grad=grad,
-            training=stages.traits.training,
+            training=stages.training,
             recomputed=dropped,
             trains=trains,
         )
@@ -229,15 +229,15 @@ class PipeNode(torch.autograd.Function):
         with ctx.engine.lock:
             inputs, parameters = ctx.step.backward(grads, keep_graph)
             # Autograd may run what a loss has besides the pipe's output after this node.
-            when_backward_ends(partial(_check, ctx.engine, ctx.step.parameters))
+            when_backward_ends(partial(_check, ctx.engine.lock, ctx.step.parameters))
             if not keep_graph:
                 ctx.engine.recycle(ctx.step)
         return (None, None, *inputs, *parameters)
 
 
-def _check(engine: Engine, parameters: Parameters) -> None:
-    with engine.lock:
-        engine.stages.deny_foreign_backwards(parameters)
+def _check(lock: threading.RLock, parameters: Parameters) -> None:
+    with lock:
+        parameters.deny_accumulated()
 
 
 class GivenGradients(torch.autograd.Function):

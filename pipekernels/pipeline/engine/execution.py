@@ -49,7 +49,7 @@ class Plan:
         most_lanes = min(schedule.lanes(len(stages.tasks)), micro_batches)
         # The same number inline and on lanes, so that the execution cannot change the bits.
         self._threads = torch.get_num_threads()
-        if stages.traits.one_thread is None:
+        if stages.one_thread is None:
             self._threads = max(1, self._threads // most_lanes)
         self._on_lanes = execution in ("threads", "split")
         self.is_fused = fuses and not self._on_lanes and stages.fused is not None
@@ -124,8 +124,8 @@ class Executions:
         """Why the next mini-batch has to run on the calling thread; None if it need not."""
         if self._execution == "inline":
             return "execution='inline' asks for it"
-        if self._stages.traits.one_thread is not None:
-            return self._stages.traits.one_thread
+        if self._stages.one_thread is not None:
+            return self._stages.one_thread
         if min(len(self._stages.tasks), signature.micro_batches) < 2:
             return "a single stage or micro-batch has nothing to run beside"
         if needs_this_thread():

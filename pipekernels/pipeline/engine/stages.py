@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,21 +11,10 @@ from torch import nn
 from pipekernels.device.streams import has_streams
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
-from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT
-from pipekernels.pipeline.stage.parameters import Parameters
 from pipekernels.pipeline.stage.partition import has_collectives
 from pipekernels.pipeline.stage.random_state import Observed, generators_of
 from pipekernels.pipeline.stage.skip import SkipRoutes
 from pipekernels.pipeline.stage.task import Task
-
-
-@dataclass(frozen=True)
-class LayerTraits:
-    """Properties of the layers, known without running them, that restrict how they may run."""
-
-    training: tuple[bool, ...]  # Training flag of each layer.
-    has_deferred_batch_norm: bool
-    one_thread: str | None  # Why stages must run one after another; None if they need not.
 
 
 class Stages:
@@ -34,7 +22,9 @@ class Stages:
 
     Attributes:
         modules, devices: the layers and the device of each stage.
-        traits: of the layers.
+        training: the training flag of each layer.
+        has_deferred_batch_norm: whether a layer is one.
+        one_thread: why stages must run one after another; None if they need not.
         observed: what mini-batches have found out about what layers do.
         generators: the default generators of the devices.
         timeline: records the actions of mini-batches, if it is not None.
@@ -61,10 +51,10 @@ class Stages:
         self.observed = Observed()
         self.generators = generators_of(devices)
         self.timeline: Timeline | None = None
-        self.traits = self.inspect_layers()
+        self.inspect_layers()
 
-    def inspect_layers(self) -> LayerTraits:
-        """The ``traits``, which must be set whenever layers have changed.
+    def inspect_layers(self) -> None:
+        """Must be called whenever layers have changed.
 
         Raises:
             ValueError: FSDP shards a layer.
@@ -74,21 +64,9 @@ class Stages:
         _refuse_fsdp(layers)
         for task in (*self.tasks, *filter(None, [self.fused])):
             task.inspect_layers()
-        return LayerTraits(
-            training=tuple(layer.training for layer in layers),
-            has_deferred_batch_norm=any(map(has_deferred_batch_norm, self.modules)),
-            one_thread=self._why_one_thread(layers),
-        )
-
-    def deny_foreign_backwards(self, parameters: Parameters) -> None:
-        """Raise a RuntimeError if another backward than one of a stage has reached ``parameters``,
-        unless it has raised that error itself; drop what it has accumulated."""
-        said = False
-        for task in (*self.tasks, self.fused):
-            if task is not None and task.saw_foreign_backward:
-                task.saw_foreign_backward, said = False, True
-        if parameters.drop_accumulated() and not said:
-            raise RuntimeError(PAST_THE_OUTPUT)
+        self.training = tuple(layer.training for layer in layers)
+        self.has_deferred_batch_norm = any(map(has_deferred_batch_norm, self.modules))
+        self.one_thread = self._why_one_thread(layers)
 
     def _why_one_thread(self, layers: Sequence[nn.Module]) -> str | None:
         if any(device.type != "cpu" for device in self.devices):

@@ -84,14 +84,9 @@ class Step:
         # Versions of the parameters after the forward, if backwards recompute.
         self._parameter_versions: list[list[int]] = []
         self._tapes: list[list[Tape | None]] = [[None] * len(inputs.sizes) for _ in self._tasks]
-        # Versions of the inputs of each (stage, micro-batch) to be recomputed.
-        self._versions: dict[tuple[int, int], list[int]] = {}
         self._skips = (
             SkipTable(stages.skips, stages.devices) if stages.skips.receiver else _NO_SKIPS
         )
-        # By (stage, micro-batch): the devices that its inputs were copied from, if on another one
-        # than the stage's. Their gradients are copied back there.
-        self._source_devices: dict[tuple[int, int], list[torch.device]] = {}
         # Entered while autograd runs, on this thread or on another.
         self._waiting: AbstractContextManager[Any] = _NOTHING
         self._keep_graph = False
@@ -123,7 +118,7 @@ class Step:
         inputs = replace(self.inputs.take(0), tensors=tuple(given))
         try:
             with preserved(self.stages.generators), cast_cache(False):
-                outputs, _ = task.forward(inputs, self.seeds, 0, grad=None)
+                outputs, _ = task.forward(inputs, self.seeds, 0, alone=True)
         except Exception as error:
             note_layer(error, task.stages, 0, "forward")
             raise
@@ -273,7 +268,7 @@ class Step:
         backward."""
         assert self.parameters is not None
         results = list[Grads]()
-        self.stages.deny_foreign_backwards(self.parameters)
+        self.parameters.deny_accumulated()
         self._input_grads = [()] * len(self.inputs.sizes)
         try:
             yield results
@@ -301,18 +296,21 @@ class Step:
             inputs = inputs.with_skips(self._skips.take(task.received_skips, m))
         if self._transport.arrivals:
             self._transport.receive(Receiver(stage, m))
-        if dropped:
-            self._versions[stage, m] = inputs.versions()
+        versions = inputs.versions() if dropped else []
         buffers = snapshot_buffers(task.layers) if self._dropped else []
         grad = self._trainable[stage] or (self.parameters is not None and any(inputs.wants_grad))
         try:
             with during(checkpointing) if dropped else _NOTHING:
-                outputs, tape = task.forward(inputs, self.seeds, m, grad=grad, preserve=dropped)
+                outputs, tape = task.forward(
+                    *(inputs, self.seeds, m),
+                    parameters=self.parameters if grad else None,
+                    preserve=dropped,
+                )
         except Exception as error:
             note_layer(error, task.stages, m, "forward")
             raise
         if dropped and grad:
-            tape.keep_only(inputs)
+            tape.keep_only(inputs, versions)
         if buffers:
             earlier = [tape.buffers for tape in self._tapes[stage] if tape is not None]
             drop_unchanged_copies(buffers, earlier)
@@ -369,7 +367,7 @@ class Step:
             skips = dict(zip(tape.received, result[n:], strict=True))
             self._skips.leave_grads(skips, m, self._transport)
             result = result[:n]
-        result = self._send_back(result, stage, m)
+        result = self._send_back(result, tape, stage, m)
         if stage == 0:
             self._input_grads[m] = result
         return result
@@ -384,7 +382,8 @@ class Step:
         grads = [self._sink.grads(m) for m in range(len(tapes))]
         compute = partial(self._tasks[0].backward, tapes, grads, keep_graph=self._keep_graph)
         results = self._autograd(self._tasks[0], 0 if len(tapes) == 1 else None, compute)
-        self._input_grads = [self._send_back(result, 0, m) for m, result in enumerate(results)]
+        for m, (tape, result) in enumerate(zip(tapes, results, strict=True)):
+            self._input_grads[m] = self._send_back(result, tape, 0, m)
 
     def _autograd(self, task: Task, m: int | None, compute: Callable[[], T]) -> T:
         """Call ``compute``, which runs autograd on graphs of micro-batch ``m``, of all if None."""
@@ -397,7 +396,7 @@ class Step:
 
     def _recompute(self, tape: Tape, inputs: Activation, stage: int, m: int) -> Tape:
         """The tape of a second forward on the ``inputs`` of ``tape``."""
-        if inputs.versions() != self._versions[stage, m]:
+        if inputs.versions() != tape.versions:
             raise RuntimeError(
                 f"an input of stage {stage} was modified in place after the stage was given it, "
                 "and checkpointing needs it to recompute the stage; modify a copy, or use "
@@ -405,11 +404,11 @@ class Step:
             )
         # With the forward's autocast and other settings: this may be another thread.
         task, context = self._tasks[stage], self._context
-        assert context is not None
+        assert context is not None and self.parameters is not None
         try:
             shown = in_profile("recomputation stage %d, micro-batch %d", stage, m)
             with context.applied(), shown:
-                return task.recompute(tape, self.seeds, m)
+                return task.recompute(tape, self.seeds, m, self.parameters)
         except Exception as error:
             note_layer(error, task.stages, m, "recomputation")
             raise
@@ -423,17 +422,14 @@ class Step:
         targets = [device] * len(devices)
         if devices == targets:
             return value
-        self._source_devices[stage, m] = devices
         tensors = self._transport.send(value.tensors, targets, Receiver(stage, m))
-        return replace(value, tensors=tensors)
+        return replace(value, tensors=tensors, sources=devices)
 
-    def _send_back(self, grads: Grads, stage: int, m: int) -> Grads:
-        """Start copying the gradients of the inputs of ``stage`` to the devices that :meth:`_send`
-        copied these inputs from."""
-        devices = self._source_devices.get((stage, m))
-        if devices is None:
+    def _send_back(self, grads: Grads, tape: Tape, stage: int, m: int) -> Grads:
+        """Start copying the gradients of the inputs of ``stage`` to where these came from."""
+        if not tape.sources:
             return grads
-        return self._transport.send(grads, devices, Receiver(stage - 1, m, backward=True))
+        return self._transport.send(grads, tape.sources, Receiver(stage - 1, m, backward=True))
 
 
 def _in_profile(compute: Compute, action: Action, value: Any) -> Any:

@@ -41,7 +41,7 @@ class Leaf:
     one graph of all stages.
     """
 
-    def __init__(self, tensor: torch.Tensor, foreign: Callable[[], None]) -> None:
+    def __init__(self, tensor: torch.Tensor, foreign: Callable[[], object]) -> None:
         self.tensor = tensor.detach().requires_grad_()
         # The tensor refers to this node weakly; its hook must not refer to the node or the leaf.
         self._accumulator = get_gradient_edge(self.tensor).node
@@ -57,7 +57,7 @@ class Leaf:
         return self._grads.pop()
 
 
-def _keep(place: list[Any], foreign: Callable[[], None], grads: tuple[Any, ...]) -> tuple[None]:
+def _keep(place: list[Any], foreign: Callable[[], object], grads: tuple[Any, ...]) -> tuple[None]:
     if not place:
         foreign()
         raise RuntimeError(PAST_THE_OUTPUT)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from pipekernels._torch_private import are_parametrizations_cached
+from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT
 
 Owner = dict[str, nn.Parameter | None]
 """The ``_parameters`` of a layer."""
@@ -162,6 +163,11 @@ class Parameters:
             if alias.grad is not None:
                 alias.grad, found = None, True
         return found
+
+    def deny_accumulated(self) -> None:
+        """As :meth:`drop_accumulated`; a RuntimeError if there was anything."""
+        if self.drop_accumulated():
+            raise RuntimeError(PAST_THE_OUTPUT)
 
     def accumulated(self) -> list[torch.Tensor | None]:
         """Take the gradients that the aliases have accumulated: one per parameter in ``unique``,

@@ -15,7 +15,7 @@ from pipekernels._torch_private import is_node_of_python, run_backward
 from pipekernels.pipeline.stage.checkpoint import during, recomputing
 from pipekernels.pipeline.stage.entry import Leaf, StageInput, copy_of
 from pipekernels.pipeline.stage.error_notes import name_of
-from pipekernels.pipeline.stage.parameters import versions
+from pipekernels.pipeline.stage.parameters import Parameters, versions
 from pipekernels.pipeline.stage.partition import layers
 from pipekernels.pipeline.stage.random_state import Seeds
 from pipekernels.pipeline.stage.recomputation import BufferSnapshot, buffers_of_forward
@@ -39,6 +39,8 @@ class Activation:
     """How to build the value from its tensors."""
     skips: tuple[Key, ...] = ()
     """Keys of the skips, the last of ``tensors``."""
+    sources: Sequence[torch.device] = ()
+    """The devices that the other tensors were copied from, if from others."""
 
     def versions(self) -> list[int]:
         """The version counters of the tensors."""
@@ -50,7 +52,7 @@ class Activation:
             return self
         tensors, wants = zip(*skips.values(), strict=True)
         wants = self.wants_grad + wants
-        return Activation(self.tensors + tensors, wants, self.structure, tuple(skips))
+        return Activation(self.tensors + tensors, wants, self.structure, tuple(skips), self.sources)
 
     def without_skips(self) -> tuple[Activation, dict[Key, tuple[torch.Tensor, bool]]]:
         """The activation of the value alone, and the skips."""
@@ -85,8 +87,12 @@ class Tape:
     """Keys of the skips among the outputs, the last of ``roots``."""
     outputs: int = 0
     """Number of output tensors without skips."""
+    sources: Sequence[torch.device] = ()
+    """The devices to which gradients of inputs go, if to others."""
     buffers: Sequence[BufferSnapshot] = ()
     """Buffers before a checkpointed forward, for its recomputation."""
+    versions: Sequence[int] = ()
+    """Those of ``inputs``, before the forward."""
 
     def kinds(self) -> list[type]:
         """The classes of all nodes that the roots lead to, in one order for equal graphs."""
@@ -101,11 +107,11 @@ class Tape:
                 stack += [child for child, _ in node.next_functions if child is not None]
         return kinds
 
-    def keep_only(self, inputs: Activation) -> None:
+    def keep_only(self, inputs: Activation, versions: Sequence[int]) -> None:
         """Drop the graph, which a recomputation on ``inputs`` will make again."""
         # It was made all the same: it says which outputs want gradients, and torch has other
         # kernels without one, whose bits differ (of LSTMs, of attention).
-        self.inputs, self.nodes = inputs, self.kinds()
+        self.inputs, self.versions, self.nodes = inputs, versions, self.kinds()
         self.leaves = self.roots = ()
 
     def rooted(self, grads: Grads) -> list[tuple[Root, torch.Tensor]]:
@@ -165,8 +171,6 @@ class Task:
         layers: all modules of the stages.
         overwrites_input: whether layers overwrite their input, so that it is cloned where it must
             not change: if checkpointed, or the caller's. None if unknown.
-        saw_foreign_backward: whether a backward that is none of this task's has raised an error at
-            its inputs. Others reset it.
     """
 
     def __init__(
@@ -182,7 +186,6 @@ class Task:
         self.received_skips = tuple(received)
         self.sent_skips = tuple(sent)
         self._skips = [skips_of(stage) for stage in stages]
-        self.saw_foreign_backward = False
         # Micro-batches are views of the caller's tensors, which layers must not modify in place:
         # autograd would not know, and the views share one version counter.
         self._is_first = first == 0
@@ -208,17 +211,19 @@ class Task:
         seeds: Seeds,
         m: int,
         *,
-        grad: bool | None,
+        parameters: Parameters | None = None,
         preserve: bool = False,
+        alone: bool = False,
     ) -> tuple[Activation, Tape]:
         """Run the layers on micro-batch ``m``; returns their outputs, and what a backward needs.
 
         Args:
             inputs: detached, on the device of the stages.
             seeds: seeds each stage.
-            grad: whether they run in a graph that begins at ``inputs``, whose outputs are detached;
-                None: in the caller's graph.
+            parameters: what a graph that begins at ``inputs`` accumulates into; its outputs are
+                detached. None: without a graph.
             preserve: whether ``inputs`` must keep their values.
+            alone: run in the caller's graph.
         """
         tensors, before = inputs.tensors, None
         if (preserve or self._is_first) and self.overwrites_input is not False:
@@ -228,10 +233,11 @@ class Task:
         n = len(tensors) - len(inputs.skips)
         leaves: list[Leaf | None] = []
         carrying: AbstractContextManager[dict[Key, Any]] = _NO_SKIPS
-        with _NOTHING if grad is None else torch.enable_grad() if grad else torch.no_grad():
+        grad = parameters is not None
+        with _NOTHING if alone else torch.enable_grad() if grad else torch.no_grad():
             args: Sequence[torch.Tensor] = tensors
-            if grad:
-                leaves, args = self._enter(tensors, inputs.wants_grad)
+            if parameters is not None:
+                leaves, args = self._enter(tensors, inputs.wants_grad, parameters)
             if any(self._skips):
                 given = dict(zip(inputs.skips, args[n:], strict=True))
                 carrying = carried(dict.fromkeys(self.received_skips) | given)
@@ -246,23 +252,29 @@ class Task:
             self.overwrites_input = versions(tensors) != before
         sent = tuple([key for key in self.sent_skips if skips[key] is not None])
         outputs = (*outputs, *[skips[key] for key in sent])
-        if grad is None:
+        if alone:
             return Activation(outputs, (), structure), Tape()
         roots = [_root(tensor) for tensor in outputs] if grad else [None] * len(outputs)
         tape = Tape(
-            leaves, roots, received=inputs.skips, sent=sent, outputs=len(outputs) - len(sent)
+            leaves,
+            roots,
+            received=inputs.skips,
+            sent=sent,
+            outputs=len(outputs) - len(sent),
+            sources=inputs.sources,
         )
         wants_grad = tuple([root is not None for root in roots])
         detached = tuple([tensor.detach() for tensor in outputs]) if grad else outputs
         return Activation(detached, wants_grad, structure, sent), tape
 
-    def recompute(self, tape: Tape, seeds: Seeds, m: int) -> Tape:
+    def recompute(self, tape: Tape, seeds: Seeds, m: int, parameters: Parameters) -> Tape:
         """Run the layers a second time on the tape's inputs, now with a graph. Buffers and inputs
         keep their values: the previous stage's inputs may share memory with these, and another
         recomputation may follow. RuntimeError if the graph is not that of the forward."""
         assert tape.inputs is not None
         with during(recomputing), buffers_of_forward(self.layers, tape.buffers):
-            _, recomputed = self.forward(tape.inputs, seeds, m, grad=True, preserve=True)
+            inputs = tape.inputs
+            _, recomputed = self.forward(inputs, seeds, m, parameters=parameters, preserve=True)
         again = recomputed.kinds()
         if again != tape.nodes:
             raise RuntimeError(
@@ -303,17 +315,14 @@ class Task:
                 return tape.take(), second_part
         return self.backward([tape], [grads], keep_graph=keep_graph)[0], None
 
-    def _note_foreign_backward(self) -> None:
-        self.saw_foreign_backward = True
-
     def _enter(
-        self, tensors: Sequence[torch.Tensor], wants_grad: Sequence[bool]
+        self, tensors: Sequence[torch.Tensor], wants_grad: Sequence[bool], parameters: Parameters
     ) -> tuple[list[Leaf | None], list[torch.Tensor]]:
         """The beginnings of a graph at ``tensors``, and what the layers get in their place."""
         leaves: list[Leaf | None] = []
         args = []
         for tensor, wants in zip(tensors, wants_grad, strict=True):
-            leaf = Leaf(tensor, self._note_foreign_backward) if wants else None
+            leaf = Leaf(tensor, parameters.drop_accumulated) if wants else None
             leaves.append(leaf)
             if leaf is not None:
                 tensor = StageInput.apply(leaf.tensor) if self._needs_entry else leaf.tensor
