@@ -166,9 +166,10 @@ class Gather:
         self._sizes = sizes
         self._dim = dim
         self._source = source
-        self._whole: torch.Tensor | None = None
-        self._shape: Sequence[int] = ()  # Of the first part.
+        self._shape: list[int] = []  # Of the last part.
         self._lengths: list[int] = []  # Entries of each micro-batch.
+        self._whole: torch.Tensor | None = None
+        self._places: Sequence[torch.Tensor] = ()  # Views of _whole, one per micro-batch.
 
     def check(self, m: int, part: torch.Tensor) -> None:
         """Raise a ValueError if ``part``, of micro-batch ``m``, has no dimension ``dim``, or
@@ -184,10 +185,11 @@ class Gather:
             self._lengths = [part.size(dim)]
             return
         if not self._lengths:
+            self._shape = list(part.shape)
             rows = part.size(dim) // self._sizes[m]
             self._lengths = [rows * size for size in self._sizes]
-            self._shape = part.shape
-        if part.shape != (*self._shape[:dim], self._lengths[m], *self._shape[dim + 1 :]):
+        self._shape[dim] = self._lengths[m]
+        if list(part.shape) != self._shape:
             raise ValueError(
                 f"{self._source} returned a tensor of shape {tuple(part.shape)} for micro-batch "
                 f"{m}, of {self._sizes[m]} rows; outputs are joined along dimension {dim}, "
@@ -199,37 +201,39 @@ class Gather:
     def write(self, m: int, part: torch.Tensor) -> None:
         """Check and copy the part of micro-batch ``m``; a single one is kept."""
         self.check(m, part)
-        part, dim = part.detach(), self._dim
+        part, whole = part.detach(), self._whole
         if len(self._sizes) == 1:
             self._whole = part
             return
-        if self._whole is None:
-            self._whole = _new_whole(part, sum(self._lengths), dim)
-        elif self._whole.dtype != part.dtype:  # As torch.cat() joins them.
-            self._whole = self._whole.to(torch.promote_types(self._whole.dtype, part.dtype))
-        self._whole.narrow(dim, sum(self._lengths[:m]), self._lengths[m]).copy_(part)
+        if whole is None:
+            whole = self._new_whole(part)
+        elif whole.dtype != part.dtype:  # As torch.cat() joins them.
+            whole = whole.to(torch.promote_types(whole.dtype, part.dtype))
+        if whole is not self._whole:
+            self._whole, self._places = whole, self.slices(whole)
+        self._places[m].copy_(part)
+
+    def _new_whole(self, part: torch.Tensor) -> torch.Tensor:
+        """An empty tensor for parts like ``part``; channels last if this is."""
+        shape = list(part.shape)
+        shape[self._dim] = sum(self._lengths)
+        if not part.is_contiguous():
+            for order in (torch.channels_last, torch.channels_last_3d):
+                if part.is_contiguous(memory_format=order):
+                    return torch.empty_like(part.new_empty(()).expand(shape), memory_format=order)
+        return part.new_empty(shape)
 
     def take(self) -> torch.Tensor:
-        """All parts, joined in order. Drops its reference: the graph keeps this object."""
-        whole, self._whole = self._whole, None
+        """All parts, joined in order. Drops its references: the graph keeps this object."""
+        whole, places = self._whole, self._places
         assert whole is not None
-        if len(self._sizes) > 1:
-            deny_constant(self.slices(whole), self._sizes, self._dim)
+        self._whole, self._places = None, ()
+        deny_constant(places, self._sizes, self._dim)
         return whole
 
     def slices(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """``whole``, of the shape that :meth:`take` returned, as one view per micro-batch."""
         return list(whole.split(self._lengths, self._dim))
-
-
-def _new_whole(part: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """An empty tensor for parts like ``part``, of ``size`` along ``dim``; channels last if ``part``
-    is."""
-    shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
-    for order in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d):
-        if part.is_contiguous(memory_format=order):
-            return torch.empty_like(part.new_empty(()).expand(shape), memory_format=order)
-    return part.new_empty(shape)
 
 
 def deny_constant(parts: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> None:
