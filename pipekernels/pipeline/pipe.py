@@ -125,11 +125,10 @@ class Pipe(nn.Module):
         inner = chain.from_iterable(layer.modules() for layer in of_torch)
         warn_of_sequence_first(inner, self.chunks, self.batch_dim)
         checkpoint = getattr(checkpoint, "value", checkpoint)  # Also an enum, as in fairscale.
-        if checkpoint not in MODES:
-            raise ValueError(f"checkpoint is {checkpoint!r}; it must be one of {', '.join(MODES)}")
-        if execution not in EXECUTIONS:
-            names = ", ".join(EXECUTIONS)
-            raise ValueError(f"execution is {execution!r}; it must be one of {names}")
+        choices = {"checkpoint": (checkpoint, MODES), "execution": (execution, EXECUTIONS)}
+        for name, (choice, known) in choices.items():
+            if choice not in known:
+                raise ValueError(f"{name} is {choice!r}; it must be one of {', '.join(known)}")
         if any(nn.parameter.is_lazy(p) for p in module.parameters()):
             raise ValueError(
                 "module has parameters whose shape is not known yet; run it once before piping it"
@@ -142,10 +141,10 @@ class Pipe(nn.Module):
             sizes = [1 + sum(p.numel() for p in layer.parameters()) for layer in layers(module)]
             stages = min(len(sizes), len(chosen) or torch.get_num_threads())
             balance = lengths(sizes, stages) if sizes else []
-        balance = list(balance)
-        for length in balance:
+        self.balance = list(balance)
+        for i, length in enumerate(self.balance):
             check_integer("an entry of balance", length)
-        self.balance = list(map(int, balance))
+            self.balance[i] = int(length)
         if devices is None and not chosen:
             chosen = [torch.device("cpu")] * len(self.balance)
         partitions = split_module(module, self.balance, chosen)
@@ -357,9 +356,7 @@ class Pipe(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        del state["_engine"]
-        return state
+        return {name: value for name, value in vars(self).items() if name != "_engine"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -11,7 +11,7 @@ runs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from pipekernels.device import streams
 from pipekernels.device.edge import Arrival, Edge, edge, settle_all
 from pipekernels.device.profiling import in_profile
 from pipekernels.device.streams import Stream
-from pipekernels.pipeline.schedule.timeline import Clock, StreamClock
+from pipekernels.pipeline.schedule.timeline import Mark, clock
 
 
 class Receiver(NamedTuple):
@@ -51,10 +51,10 @@ class Transport:
         """Compute on ``device`` in the body."""
         return streams.using(self._streams.get(device, streams.HOST))
 
-    def clock(self, device: torch.device) -> Clock:
+    def clock(self, device: torch.device) -> Callable[[], Mark]:
         """A clock for the work of stages on ``device``."""
         stream: Any = self._streams.get(device)
-        return Clock() if stream is None else StreamClock(stream)
+        return clock(stream)
 
     @contextmanager
     def phase(self) -> Iterator[None]:

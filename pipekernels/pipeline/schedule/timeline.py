@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,38 +24,30 @@ _KINDS: dict[ActionKind, tuple[str, str]] = {
 _IDLE = "#e8e8e8"
 
 
-class Clock:
-    """Measures when work runs that is issued between two marks; here, work that is done when its
-    call returns."""
-
-    def mark(self) -> Any:
-        """Mark the present position in the order of issue."""
-        return time.perf_counter()
-
-    def seconds(self, mark: Any) -> float:
-        """When ``mark`` was reached, in seconds of ``time.perf_counter``. May wait for that."""
-        return float(mark)
+Mark = Callable[[], float]
+"""Says when a position in the order of issue was reached, in seconds of ``time.perf_counter``."""
 
 
-class StreamClock(Clock):
-    """Clock for a CUDA stream's work. The constructor waits for the stream, to relate the device's
-    time to the host's."""
+def clock(stream: torch.cuda.Stream | None) -> Callable[[], Mark]:
+    """What marks the present position in the order of issue to ``stream``, for which this waits, to
+    relate the device's time to the host's; its marks wait too. None is for work that is done when
+    its call returns."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._origin = self.mark()
-        self._origin.synchronize()
-        self._seconds = time.perf_counter()
-
-    def mark(self) -> torch.cuda.Event:
+    def record() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
+        event.record(stream)
         return event
 
-    def seconds(self, mark: torch.cuda.Event) -> float:
-        mark.synchronize()
-        milliseconds: float = self._origin.elapsed_time(mark)
-        return self._seconds + milliseconds * 1e-3
+    def seconds(event: torch.cuda.Event) -> float:
+        event.synchronize()
+        return begin + float(origin.elapsed_time(event)) * 1e-3
+
+    if stream is None:
+        return lambda: partial(float, time.perf_counter())
+    origin = record()
+    origin.synchronize()
+    begin = time.perf_counter()
+    return lambda: partial(seconds, record())
 
 
 class Event(NamedTuple):
@@ -98,25 +91,25 @@ class Timeline:
         self,
         compute: Callable[[Action, Any], Any],
         program: Program,
-        clock_of: Callable[[int], Clock],
+        clock_of: Callable[[int], Callable[[], Mark]],
     ) -> Iterator[Callable[[Action, Any], Any]]:
         """Yield a version of ``compute`` that records each action of ``program``, on any thread;
-        ``clock_of`` returns the clock of a stage."""
+        ``clock_of`` returns the :func:`clock` of a stage."""
         events: list[Event] = []
         self.phases.append(Phase(program, events))
-        marks: list[tuple[Action, Clock, Any, Any]] = []
+        marks: list[tuple[Action, Mark, Mark]] = []
 
         def recording(action: Action, value: Any) -> Any:
-            clock = clock_of(action.stage)
-            start = clock.mark()
+            mark = clock_of(action.stage)
+            start = mark()
             result = compute(action, value)
-            marks.append((action, clock, start, clock.mark()))
+            marks.append((action, start, mark()))
             return result
 
         try:
             yield recording
         finally:
-            events += [Event(a, clock.seconds(m), clock.seconds(n)) for a, clock, m, n in marks]
+            events += [Event(action, start(), end()) for action, start, end in marks]
 
     @property
     def bubble(self) -> float:

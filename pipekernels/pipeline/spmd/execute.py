@@ -133,17 +133,15 @@ def execute_pipeline_step(
         state: what this rank's previous call returned, ``[micro-batch, ...]``; zeros at first. The
             module's input on all stages but the first.
         input: a micro-batch, the module's input on the first stage.
-        args, kwargs: more arguments of the module.
-        model_axis_name, mesh: as for :func:`execute_pipeline`.
+        args, kwargs, model_axis_name, mesh: as for :func:`execute_pipeline`.
 
     Returns:
         The new state, which is zeros on the first stage, and the output, which is the module's
         result on the last stage and zeros of its shape on the others.
 
     Raises:
-        ValueError: the result's shape or dtype is not that of ``state``, or the mesh lacks the
-            dimension or this rank.
-        TypeError: an argument or the result is of another type.
+        ValueError: the result's shape or dtype is not that of ``state``, or as there.
+        TypeError: as there.
     """
     check_kind("module", module, nn.Module, "an nn.Module")
     axis = axis_of(mesh, model_axis_name)
@@ -174,12 +172,10 @@ class PipelineModule(nn.Module):
     between stages, and agree between ranks of one stage that use one seed.
 
     Args:
-        module_fn: makes the module that this rank runs, the attribute ``module``.
+        module_fn: makes the module that this rank runs, the attribute ``module``; a TypeError if it
+            is none.
         model_axis_name, num_microbatches, mesh, replicated_axis_names: as for
             :func:`execute_pipeline`, with the same errors.
-
-    Raises:
-        TypeError: ``module_fn`` did not return an ``nn.Module``.
     """
 
     def __init__(
