@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import compress, repeat
 from time import perf_counter
 from typing import Any, TypeVar
@@ -161,9 +162,8 @@ def detached(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
 
 
-def cloned(value: Any) -> Any:
-    """``value`` with copies of its tensors."""
-    return tree_map_only(torch.Tensor, torch.clone, value)
+cloned = partial(tree_map_only, torch.Tensor, torch.clone)
+"""A value with copies of its tensors."""
 
 
 class _MadeStorages(TorchDispatchMode):

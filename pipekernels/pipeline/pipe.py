@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -309,7 +309,8 @@ class Pipe(nn.Module):
                 stage, ``stage_index`` is out of range, stages share a parameter or a skip, or the
                 pipe was built with ``deferred_batch_norm``.
         """
-        return torch_stage(self._partitions(), self.devices, stage_index, device, group)
+        partitions: Any = list(self.partitions)
+        return torch_stage(partitions, self.devices, stage_index, device, group)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -360,7 +361,5 @@ class Pipe(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._engine = Engine(self._partitions(), self.devices, self.execution)
-
-    def _partitions(self) -> Sequence[nn.Sequential]:
-        return list(self.partitions)  # type: ignore[arg-type]
+        partitions: Any = list(self.partitions)
+        self._engine = Engine(partitions, self.devices, self.execution)

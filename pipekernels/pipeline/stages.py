@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from pipekernels._arguments import check_kind, integer
-from pipekernels._torch_private import module_has_hooks
 from pipekernels.pipeline.pipe import Pipe
-from pipekernels.pipeline.stage.partition import check_sequential
+from pipekernels.pipeline.stage.partition import check_sequential, does_more
 from pipekernels.pipeline.values.micro_batch import Batch
 
 
@@ -135,9 +134,7 @@ def _in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
 def _layers_of(stage: PipelineStage) -> tuple[nn.Module, ...]:
     """The layers of ``stage``; a TypeError if it does more than call them."""
     check_sequential(stage.layers)
-    has_forward = type(stage).forward is not PipelineStage.forward or "forward" in vars(stage)
-    has_more = stage._parameters or stage._buffers or len(stage._modules) > 1
-    if has_forward or has_more or module_has_hooks(stage):
+    if does_more(stage, PipelineStage) or len(stage._modules) > 1:
         raise TypeError(
             f"stage {stage.index} has its own forward, parameters, modules or hooks, and the "
             "pipeline runs its layers alone; make a layer of them, stage.add_layer(module)"

@@ -77,25 +77,22 @@ class Program:
         return Program([[a for a in lane if a.kind != "F"] for lane in self.lanes])
 
 
-def _lane(
-    forwards: Sequence[Action], backwards: Sequence[Action], ahead: int, lag: int = 0
-) -> list[Action]:
+Pairs = Sequence[tuple[int, int]]
+"""Stages and micro-batches."""
+
+
+def _lane(forwards: Pairs, backwards: Pairs, ahead: int, lag: int = 0) -> list[Action]:
     """``ahead`` of the forwards, then a backward and a forward in turn. With a ``lag``, backwards
     are in two parts, W that many backwards behind I.
 
     A lag of ``stage`` keeps the earlier stages busy. More would cost memory, because the graph of a
     micro-batch lives until its W. No stage waits for stage 0, whose backwards are whole.
     """
-    firsts, seconds = list(backwards), list[Action | None]()
-    if lag:
-        firsts = [backward._replace(kind="I") for backward in backwards]
-        seconds = [*[None] * lag, *(backward._replace(kind="W") for backward in backwards)]
-    turns = zip_longest(firsts, seconds, forwards[ahead:])
-    return [*forwards[:ahead], *(action for turn in turns for action in turn if action is not None)]
-
-
-def _all(kind: ActionKind, stage: int, micro_batches: Iterable[int]) -> list[Action]:
-    return [Action(kind, stage, m) for m in micro_batches]
+    later = [Action("F", *pair) for pair in forwards]
+    firsts = [Action("I" if lag else "B", *pair) for pair in backwards]
+    seconds = [*[None] * lag, *(Action("W", *pair) for pair in backwards if lag)]
+    turns = zip_longest(firsts, seconds, later[ahead:])
+    return [*later[:ahead], *(action for turn in turns for action in turn if action is not None)]
 
 
 @lru_cache(maxsize=256)
@@ -103,11 +100,11 @@ def gpipe(stages: int, micro_batches: int, *, split: bool = False) -> Program:
     """GPipe (Huang et al., 2019): every forward, then every backward, the last micro-batch first:
     ``checkpoint='except_last'`` keeps its activations, so earlier stages can begin while the others
     are recomputed. ``split`` gives it backwards in two parts, as :func:`zb_h1` has."""
-    ms = range(micro_batches)
-    return Program(
-        _lane(_all("F", s, ms), _all("B", s, reversed(ms)), micro_batches, s if split else 0)
-        for s in range(stages)
-    )
+    lanes = []
+    for stage in range(stages):
+        pairs = [(stage, m) for m in range(micro_batches)]
+        lanes.append(_lane(pairs, pairs[::-1], ahead=micro_batches, lag=stage if split else 0))
+    return Program(lanes)
 
 
 @lru_cache(maxsize=256)
@@ -123,10 +120,11 @@ def zb_h1(stages: int, micro_batches: int) -> Program:
     """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): 1F1B with backwards in two parts,
     so that gradients reach earlier stages sooner and the second parts fill the bubble at the end. A
     stage holds the activations of at most ``stages`` micro-batches, as the first does in 1F1B."""
-    ms = range(micro_batches)
-    return Program(
-        _lane(_all("F", s, ms), _all("B", s, ms), stages - s, lag=s) for s in range(stages)
-    )
+    lanes = []
+    for stage in range(stages):
+        pairs = [(stage, m) for m in range(micro_batches)]
+        lanes.append(_lane(pairs, pairs, ahead=stages - stage, lag=stage))
+    return Program(lanes)
 
 
 @lru_cache(maxsize=256)
@@ -145,8 +143,8 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
     program = []
     for lane in range(lanes):
         own = range(lane, stages, lanes)
-        forwards = [a for group in groups for s in own for a in _all("F", s, group)]
-        backwards = [a for group in groups for s in reversed(own) for a in _all("B", s, group)]
+        forwards = [(stage, m) for group in groups for stage in own for m in group]
+        backwards = [(stage, m) for group in groups for stage in reversed(own) for m in group]
         ahead = lanes - lane
         if len(own) > 1:
             ahead += (lanes - lane - 1) + (len(own) - 1) * largest

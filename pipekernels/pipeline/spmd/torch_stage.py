@@ -70,14 +70,9 @@ def _check_separable(partitions: Sequence[nn.Sequential]) -> None:
     owners: dict[int, int] = {}
     received = SkipRoutes(partitions).received
     for index, partition in enumerate(partitions):
-        deny_sharing(
-            [(f"parameter {name!r}", value) for name, value in partition.named_parameters()],
-            index,
-            owners,
-            "stages",
-            "as each process has a copy, choose a balance that keeps the layers that share it "
-            "together",
-        )
+        named = [(f"parameter {name!r}", value) for name, value in partition.named_parameters()]
+        remedy = "choose a balance that keeps the layers that share it in one process"
+        deny_sharing(named, index, owners, "stages", remedy)
         if received[index]:
             raise ValueError(
                 f"stage {index} pops {', '.join(repr(name) for _, name in received[index])}, which "

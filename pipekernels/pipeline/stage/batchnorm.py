@@ -32,16 +32,16 @@ class DeferredBatchNorm(BatchNormBase):
         chunks: number of micro-batches of a mini-batch.
     """
 
-    _count: int
-    _micro_batches: int
-    _mean: torch.Tensor
-    _squares: torch.Tensor
-
     def __init__(self, *args: Any, chunks: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.chunks = integer("chunks", whole(chunks))
         self.in_pipe = False  # True while a pipe runs the layer.
         self.discard()
+
+    def discard(self) -> None:
+        """Drop the statistics collected since the last commit, as after a failed mini-batch."""
+        self._count = self._micro_batches = 0
+        self._mean = self._squares = torch.zeros((), device="cpu")
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -89,11 +89,6 @@ class DeferredBatchNorm(BatchNormBase):
             self.running_mean.lerp_(self._mean, momentum)
             self.running_var.lerp_(self._squares / max(self._count - 1, 1), momentum)
         self.discard()
-
-    def discard(self) -> None:
-        """Drop the statistics collected since the last commit, as after a failed mini-batch."""
-        self._count = self._micro_batches = 0
-        self._mean = self._squares = torch.zeros((), device="cpu")
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:

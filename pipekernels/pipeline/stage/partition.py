@@ -30,17 +30,17 @@ def check_sequential(module: nn.Module) -> None:
     kind = type(module).__name__
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be an nn.Sequential, not {kind}")
-    more = {
-        "forward": type(module).forward is not nn.Sequential.forward or "forward" in vars(module),
-        "parameters or buffers": module._parameters or module._buffers,
-        "hooks": module_has_hooks(module),
-    }
-    for what, there in more.items():
-        if there:
-            raise TypeError(
-                f"the {kind} has its own {what}, beyond its layers, and the stages would not "
-                "have them; make a layer of it, nn.Sequential(module, ...)"
-            )
+    if does_more(module, nn.Sequential):
+        raise TypeError(
+            f"the {kind} has its own forward, parameters, buffers or hooks, beyond its layers, and "
+            "the stages would not have them; make a layer of it, nn.Sequential(module, ...)"
+        )
+
+
+def does_more(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Whether ``module`` has a forward, parameters, buffers or hooks that a ``base`` has not."""
+    has_forward = type(module).forward is not base.forward or "forward" in vars(module)
+    return bool(has_forward or module._parameters or module._buffers or module_has_hooks(module))
 
 
 def layers(module: nn.Sequential) -> list[nn.Module]:
