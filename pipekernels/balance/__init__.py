@@ -95,6 +95,5 @@ def _checked(module: nn.Sequential, partitions: int, device: Device | None) -> t
     """Where to measure, once ``module`` can be cut."""
     check_sequential(module)
     lengths([0.0] * len(layers(module)), partitions)  # Raises now, not after the measurement.
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return usable(device)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return usable(default if device is None else device)

@@ -18,15 +18,8 @@ from pipekernels.pipeline.values.micro_batch import Batch
 class PipelineStage(nn.Module):
     """One stage of a :class:`PipelineParallel`: layers that run one after another on one device.
 
-    ::
-
-        stage = PipelineStage(0).add_layer(nn.Linear(784, 256)).add_layer(nn.ReLU())
-
     Args:
-        index: the stage's position in the pipeline, from 0.
-
-    Raises:
-        ValueError: ``index`` is not an integer of at least 0.
+        index: the stage's position in the pipeline; a ValueError if it is no integer from 0.
     """
 
     def __init__(self, index: int) -> None:
@@ -50,9 +43,7 @@ class PipelineStage(nn.Module):
 
 
 class PipelineParallel(Pipe):
-    """Runs stages over micro-batches: a :class:`Pipe` made of stage objects, its partitions::
-
-        pipeline = PipelineParallel([stage0, stage1], num_micro_batches=4)
+    """Runs stages over micro-batches: a :class:`Pipe` made of stage objects (:doc:`/guides/pipe`).
 
     Each stage runs on the device of its layers; a stage without parameters and buffers runs on that
     of the previous stage or, if no earlier stage has any, of the first stage that has some.

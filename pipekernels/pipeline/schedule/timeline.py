@@ -21,7 +21,6 @@ _KINDS: dict[ActionKind, tuple[str, str]] = {
     "I": ("backward of inputs", "#f58518"),
     "W": ("backward of parameters", "#54a24b"),
 }
-_IDLE = "#e8e8e8"
 
 
 Mark = Callable[[], float]
@@ -151,7 +150,7 @@ class Timeline:
         axes = figure.add_subplot(
             title=f"bubble {self.bubble:.1%}",
             xlabel="time (ms); numbers are micro-batches",
-            facecolor=_IDLE,
+            facecolor="#e8e8e8",
         )
         bars = {}
         for lane, (kind, _, micro_batch), start, seconds in self._spans():

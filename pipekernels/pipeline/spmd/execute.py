@@ -25,15 +25,7 @@ from torch import Tensor, nn
 from pipekernels._arguments import check_kind, integer
 from pipekernels._torch_private import disable_dynamo, enclosing_mesh
 from pipekernels.local_ops.transforms import check_differentiated_once
-from pipekernels.pipeline.spmd.transport import (
-    Axis,
-    Features,
-    Link,
-    axis_of,
-    features_of_last,
-    link_to_next,
-    link_to_previous,
-)
+from pipekernels.pipeline.spmd.transport import Axis, Features, Link, axis_of
 from pipekernels.pipeline.stage.batchnorm import committed
 from pipekernels.pipeline.stage.random_state import Seeds, generators_of, preserved
 from pipekernels.pipeline.values.structure import tensors_in
@@ -87,7 +79,7 @@ def execute_pipeline(
     generators = generators_of([axis.device])
     seeds = Seeds(generators)
     with committed([module]), preserved(generators):
-        previous = None if axis.stage == 0 else link_to_previous(axis, count)
+        previous = None if axis.stage == 0 else Link.to_previous(axis, count)
         following: Link | None = None
         token = _start(previous, axis, x, module, (args, kwargs))
         part, token = _Exchange.apply(None, None, previous, token)
@@ -101,14 +93,14 @@ def execute_pipeline(
             if axis.is_last:
                 results.append(result.clone())  # Modules may return the same memory each time.
             else:
-                following = following or link_to_next(axis, count, Features.of(result))
+                following = following or Link.to_next(axis, count, Features.of(result))
                 following.features.check(result)
             is_over = m == count - 1
             part, token = _Exchange.apply(following, result, None if is_over else previous, token)
         if following is not None:
             following.flush()
         output = torch.cat(results) if axis.is_last else None
-        features = features_of_last(axis, output)
+        features = Features.of_last(axis, output)
     output = features.empty(axis.device).zero_() if output is None else output
     return _End.apply(token, output) if features.requires_grad else output
 

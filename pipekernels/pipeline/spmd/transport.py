@@ -30,13 +30,10 @@ class Axis(NamedTuple):
     """Ranks in the default group, by stage. In ``group`` they may have another order."""
     stage: int
     """This rank's."""
+    is_last: bool
     random_key: int
     """Equal on ranks that work on the same activations, and distinct otherwise."""
     device: torch.device
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == len(self.ranks) - 1
 
 
 def axis_of(mesh: DeviceMesh | None, name: str, replicated: Collection[str] = ()) -> Axis:
@@ -67,10 +64,12 @@ def axis_of(mesh: DeviceMesh | None, name: str, replicated: Collection[str] = ()
     dims = list(zip(names, place, strict=True))
     along = tuple(slice(None) if each == name else i for each, i in dims)
     first_replica = tuple(0 if each in replicated else i for each, i in dims)
+    ranks, stage = mesh.mesh[along].tolist(), dict(dims)[name]
     return Axis(
         group=mesh.get_group(name),
-        ranks=mesh.mesh[along].tolist(),
-        stage=dict(dims)[name],
+        ranks=ranks,
+        stage=stage,
+        is_last=stage == len(ranks) - 1,
         random_key=int(mesh.mesh[first_replica]),
         device=with_index(mesh.device_type),
     )
@@ -86,6 +85,13 @@ class Features(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Features:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @classmethod
+    def of_last(cls, axis: Axis, output: Tensor | None) -> Features:
+        """Those of the ``output`` that the last stage has; all ranks call this."""
+        header = _header(axis, None if output is None else cls.of(output))
+        dist.broadcast(header, axis.ranks[-1], axis.group)
+        return _decoded(header)[0]
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -118,6 +124,25 @@ class Link:
         self._coming: tuple[Any, Tensor] | None = None  # Its work and its memory.
         self._sent: tuple[Any, Tensor] | None = None
 
+    @classmethod
+    def to_next(cls, axis: Axis, count: int, features: Features) -> Link:
+        """Announce ``count`` results to the next stage, which calls :meth:`to_previous`."""
+        dist.send(_header(axis, features, count), axis.ranks[axis.stage + 1], axis.group)
+        return cls(axis, axis.stage + 1, count, features)
+
+    @classmethod
+    def to_previous(cls, axis: Axis, count: int) -> Link:
+        """Wait for what the previous stage announces. ValueError if it is not ``count`` results."""
+        header = _header(axis)
+        dist.recv(header, axis.ranks[axis.stage - 1], axis.group)
+        features, announced = _decoded(header)
+        if announced != count:
+            raise ValueError(
+                f"num_microbatches is {count} on this stage and {announced} on the one before; "
+                "pass the same on all ranks"
+            )
+        return cls(axis, axis.stage - 1, count, features)
+
     def send(self, tensor: Tensor | None) -> None:
         """Send ``tensor``, or zeros, without waiting, except for the end of the previous send."""
         self.flush()
@@ -143,32 +168,6 @@ class Link:
     def _posted(self) -> tuple[Any, Tensor]:
         tensor = self.features.empty(self._axis.device)
         return dist.irecv(tensor, self._rank, self._axis.group), tensor
-
-
-def link_to_next(axis: Axis, count: int, features: Features) -> Link:
-    """Announce ``count`` results to the next stage, which calls :func:`link_to_previous`."""
-    dist.send(_header(axis, features, count), axis.ranks[axis.stage + 1], axis.group)
-    return Link(axis, axis.stage + 1, count, features)
-
-
-def link_to_previous(axis: Axis, count: int) -> Link:
-    """Wait for what the previous stage announces. ValueError if it is not ``count`` results."""
-    header = _header(axis)
-    dist.recv(header, axis.ranks[axis.stage - 1], axis.group)
-    features, announced = _decoded(header)
-    if announced != count:
-        raise ValueError(
-            f"num_microbatches is {count} on this stage and {announced} on the one before; pass "
-            "the same on all ranks"
-        )
-    return Link(axis, axis.stage - 1, count, features)
-
-
-def features_of_last(axis: Axis, output: Tensor | None) -> Features:
-    """Those of the ``output`` that the last stage has; all ranks call this."""
-    header = _header(axis, None if output is None else Features.of(output))
-    dist.broadcast(header, axis.ranks[-1], axis.group)
-    return _decoded(header)[0]
 
 
 def _header(axis: Axis, features: Features | None = None, count: int = 1) -> Tensor:

@@ -82,10 +82,8 @@ class DeferredBatchNorm(BatchNormBase):
         if self._count:
             assert self.running_mean is not None and self.running_var is not None
             assert self.num_batches_tracked is not None
-            self.num_batches_tracked.add_(1)
-            momentum = self.momentum
-            if momentum is None:
-                momentum = 1.0 / float(self.num_batches_tracked)
+            tracked = self.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(tracked) if self.momentum is None else self.momentum
             self.running_mean.lerp_(self._mean, momentum)
             self.running_var.lerp_(self._squares / max(self._count - 1, 1), momentum)
         self.discard()

@@ -196,11 +196,8 @@ def skips_of(stage: Any) -> list[tuple[list[Key], list[Key]]]:
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Check that every skip among the layers of ``module`` is stashed once and then popped once.
-
-    Raises:
-        TypeError: a skip is not stashed and popped exactly once; the message lists all violations.
-    """
+    """Check that every skip among the layers of ``module`` is stashed once and then popped once; a
+    TypeError lists all violations."""
     check_kind("module", module, nn.Module, "an nn.Sequential")
     faults: list[str] = []
     stashed: dict[Key, str] = {}
