@@ -46,10 +46,9 @@ def with_index(device: torch.device | str | int) -> torch.device:
     return device
 
 
-def usable(device: torch.device | str | int | None) -> torch.device:
-    """As :func:`with_index`, and torch's default device for None; RuntimeError for a device that
-    torch cannot use."""
-    found = with_index(torch.get_default_device() if device is None else device)
+def usable(device: torch.device | str | int) -> torch.device:
+    """As :func:`with_index`; RuntimeError for a device that torch cannot use."""
+    found = with_index(device)
     try:
         torch.empty(0, device=found)
     except Exception as error:  # noqa: BLE001 (Of any kind, by device.)

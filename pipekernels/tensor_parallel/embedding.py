@@ -60,7 +60,8 @@ class VocabParallelEmbedding(ShardedLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         sizes = num_embeddings, embedding_dim, padding_idx
-        self._shard(nn.Embedding(*sizes, device=usable(device), dtype=dtype), comm, invariant)
+        home = None if device is None else usable(device)
+        self._shard(nn.Embedding(*sizes, device=home, dtype=dtype), comm, invariant)
 
     @classmethod
     def from_embedding(

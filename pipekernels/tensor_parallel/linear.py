@@ -222,7 +222,8 @@ class RowParallelLinear(ShardedLinear):
                 "reduce='none' returns partial sums, to which a bias would be added once per rank; "
                 "pass bias=False, or skip_bias_add=True and add the bias after the reduction"
             )
-        full = nn.Linear(in_features, out_features, bias, usable(device), dtype)
+        home = None if device is None else usable(device)
+        full = nn.Linear(in_features, out_features, bias, home, dtype)
         super().__init__(full, Sharding(comm, invariant=invariant), skip_bias_add=skip_bias_add)
         self.arithmetic.check_row(in_features, comm, reduce, adds_later=bias and skip_bias_add)
         self.input_is_parallel = input_is_parallel
@@ -323,7 +324,8 @@ class ColumnParallelLinear(ShardedLinear):
             )
         if copies > 1 and (blocks is not None or gather_output):
             raise ValueError(f"copies={copies} goes with neither blocks nor gather_output")
-        full = nn.Linear(in_features, out_features, bias, usable(device), dtype)
+        home = None if device is None else usable(device)
+        full = nn.Linear(in_features, out_features, bias, home, dtype)
         sharding = Sharding(comm, blocks or (), copies, invariant)
         super().__init__(full, sharding, skip_bias_add=skip_bias_add)
         if copies > 1 and out_features % (comm.world_size // copies):

@@ -12,9 +12,9 @@ from torch import nn
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BOUNDS = {
-    "functions of a forward": 83,
-    "files of a forward": 21,
-    "frames around a layer": 13,
+    "functions of a forward": 70,
+    "files of a forward": 12,
+    "frames around a layer": 8,
     "functions of a backward": 35,
 }
 
@@ -42,4 +42,6 @@ def test_a_mini_batch_is_a_short_walk(chunks: int, monkeypatch: pytest.MonkeyPat
     frames = max(stacks, key=len)
     files = dict.fromkeys(name.partition(":")[0] for name in forward)
     for bound, found in zip(BOUNDS, (forward, files, frames, backward), strict=True):
-        assert 0 < len(found) <= BOUNDS[bound], "\n".join([f"{len(found)} {bound}:", *found])
+        assert len(found) <= BOUNDS[bound], "\n".join([f"{len(found)} {bound}:", *found])
+    # A single micro-batch runs in the caller's graph, whose backward is autograd's.
+    assert forward and frames and bool(backward) == (chunks > 1)

@@ -25,14 +25,13 @@ from pipekernels.local_ops.transforms import check_differentiated_once
 from pipekernels.pipeline.engine.auto import Signature
 from pipekernels.pipeline.engine.execution import Executions
 from pipekernels.pipeline.engine.losses import Losses
-from pipekernels.pipeline.engine.mini_batch import Inputs, wants_grad
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.engine.step import Step
 from pipekernels.pipeline.schedule.program import GPIPE, Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.batchnorm import committed
 from pipekernels.pipeline.stage.parameters import Parameters
-from pipekernels.pipeline.values.micro_batch import Batch
+from pipekernels.pipeline.values.micro_batch import Batch, Inputs, wants_grad
 
 _log = logging.getLogger(__name__)
 _NOTHING: AbstractContextManager[None] = nullcontext()

@@ -12,12 +12,18 @@ from torch.autograd.graph import Node
 
 from pipekernels._torch_private import run_backward
 from pipekernels.local_ops.p2p_copy import p2p_copy
-from pipekernels.pipeline.engine.mini_batch import Outputs
 from pipekernels.pipeline.engine.step import Step
 from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT, StageInput
 from pipekernels.pipeline.stage.parameters import Parameters, add_gradients
-from pipekernels.pipeline.stage.task import Activation, Grads
-from pipekernels.pipeline.values.micro_batch import Batch, Scatter, rows_of, shares
+from pipekernels.pipeline.values.micro_batch import (
+    Activation,
+    Batch,
+    Grads,
+    Outputs,
+    Scatter,
+    rows_of,
+    shares,
+)
 from pipekernels.pipeline.values.structure import Structure, flatten, tensors_in
 
 LossFunction = Callable[..., Any]

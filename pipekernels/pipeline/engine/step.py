@@ -15,7 +15,6 @@ from pipekernels._torch_private import is_profiler_enabled
 from pipekernels.device.autocast import cast_cache
 from pipekernels.device.profiling import in_profile
 from pipekernels.pipeline.engine.execution import Plan
-from pipekernels.pipeline.engine.mini_batch import Inputs, Outputs, Sink
 from pipekernels.pipeline.engine.skip_table import SkipTable
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.engine.transport import Receiver, Transport
@@ -23,13 +22,20 @@ from pipekernels.pipeline.schedule.program import Action, Program
 from pipekernels.pipeline.stage.checkpoint import checkpointing, during
 from pipekernels.pipeline.stage.context import CallerContext
 from pipekernels.pipeline.stage.error_notes import note_backward, note_layer
-from pipekernels.pipeline.stage.parameters import Parameters
+from pipekernels.pipeline.stage.parameters import Parameters, versions
 from pipekernels.pipeline.stage.random_state import preserved
 from pipekernels.pipeline.stage.recomputation import drop_unchanged_copies, snapshot_buffers
 from pipekernels.pipeline.stage.skip import SkipRoutes
 from pipekernels.pipeline.stage.split_backward import WeightBackward
-from pipekernels.pipeline.stage.task import Activation, Grads, Tape, Task
-from pipekernels.pipeline.values.micro_batch import copy_if_aliased
+from pipekernels.pipeline.stage.task import Tape, Task
+from pipekernels.pipeline.values.micro_batch import (
+    Activation,
+    Grads,
+    Inputs,
+    Outputs,
+    Sink,
+    copy_if_aliased,
+)
 from pipekernels.pipeline.values.structure import merged
 
 T = TypeVar("T")
@@ -246,8 +252,8 @@ class Step:
         assert self.parameters is not None
         what = "its layers, their modes, or which parameters they have, were changed"
         stage = self.parameters.changed_stage()
-        versions = zip(self.parameters.versions(), self._parameter_versions, strict=True)
-        modified = [before != now for before, now in versions]
+        pairs = zip(self.parameters.versions(), self._parameter_versions, strict=True)
+        modified = [before != now for before, now in pairs]
         if stage is None and any(modified):
             what, stage = "its parameters were modified in place", modified.index(True)
         if stage is not None:
@@ -296,7 +302,7 @@ class Step:
             inputs = inputs.with_skips(self._skips.take(task.received_skips, m))
         if self._transport.arrivals:
             self._transport.receive(Receiver(stage, m))
-        versions = inputs.versions() if dropped else []
+        before = versions(inputs.tensors) if dropped else []
         buffers = snapshot_buffers(task.layers) if self._dropped else []
         grad = self._trainable[stage] or (self.parameters is not None and any(inputs.wants_grad))
         try:
@@ -310,7 +316,7 @@ class Step:
             note_layer(error, task.stages, m, "forward")
             raise
         if dropped and grad:
-            tape.keep_only(inputs, versions)
+            tape.keep_only(inputs, before)
         if buffers:
             earlier = [tape.buffers for tape in self._tapes[stage] if tape is not None]
             drop_unchanged_copies(buffers, earlier)
@@ -396,7 +402,7 @@ class Step:
 
     def _recompute(self, tape: Tape, inputs: Activation, stage: int, m: int) -> Tape:
         """The tape of a second forward on the ``inputs`` of ``tape``."""
-        if inputs.versions() != tape.versions:
+        if versions(inputs.tensors) != tape.versions:
             raise RuntimeError(
                 f"an input of stage {stage} was modified in place after the stage was given it, "
                 "and checkpointing needs it to recompute the stage; modify a copy, or use "

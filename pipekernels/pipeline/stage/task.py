@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,47 +21,11 @@ from pipekernels.pipeline.stage.random_state import Seeds
 from pipekernels.pipeline.stage.recomputation import BufferSnapshot, buffers_of_forward
 from pipekernels.pipeline.stage.skip import Key, carried, skips_of
 from pipekernels.pipeline.stage.split_backward import WeightBackward, backward_of_inputs
-from pipekernels.pipeline.values.structure import Arguments, Structure, flatten
+from pipekernels.pipeline.values.micro_batch import Activation, Grads
+from pipekernels.pipeline.values.structure import Arguments, flatten
 
-Grads = tuple[torch.Tensor | None, ...]
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 _NO_SKIPS: AbstractContextManager[dict[Key, Any]] = nullcontext({})
-
-
-@dataclass(slots=True)
-class Activation:
-    """Tensors of one micro-batch that go from stage to stage: those of a value, then the skips.
-    They are detached from the graph of the stage that made them."""
-
-    tensors: tuple[torch.Tensor, ...]
-    wants_grad: tuple[bool, ...]
-    structure: Structure
-    """How to build the value from its tensors."""
-    skips: tuple[Key, ...] = ()
-    """Keys of the skips, the last of ``tensors``."""
-    sources: Sequence[torch.device] = ()
-    """The devices that the other tensors were copied from, if from others."""
-
-    def versions(self) -> list[int]:
-        """The version counters of the tensors."""
-        return versions(self.tensors)
-
-    def with_skips(self, skips: Mapping[Key, tuple[torch.Tensor, bool]]) -> Activation:
-        """This activation with ``skips`` added, each a tensor and whether it wants a gradient."""
-        if not skips:
-            return self
-        tensors, wants = zip(*skips.values(), strict=True)
-        wants = self.wants_grad + wants
-        return Activation(self.tensors + tensors, wants, self.structure, tuple(skips), self.sources)
-
-    def without_skips(self) -> tuple[Activation, dict[Key, tuple[torch.Tensor, bool]]]:
-        """The activation of the value alone, and the skips."""
-        if not self.skips:
-            return self, {}
-        n = len(self.tensors) - len(self.skips)
-        skips = zip(self.tensors[n:], self.wants_grad[n:], strict=True)
-        value = Activation(self.tensors[:n], self.wants_grad[:n], self.structure)
-        return value, dict(zip(self.skips, skips, strict=True))
 
 
 Root = GradientEdge | torch.Tensor
@@ -151,11 +115,6 @@ def _may_modify_inputs(layer: nn.Module) -> bool:
         or layer._forward_pre_hooks
         or not type(layer).__module__.startswith("torch.nn.")
     )
-
-
-def differentiable(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor``'s dtype can have gradients."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 class Task:

@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 
 from pipekernels._torch_private import storage_key
 from pipekernels.local_ops.micro_batch import micro_batch_sizes, split_micro_batches
-from pipekernels.pipeline.values.structure import Structure
+from pipekernels.pipeline.values.structure import Structure, merged
+
+Grads = tuple[torch.Tensor | None, ...]
+_sizes = lru_cache(maxsize=256)(micro_batch_sizes)  # The lists are not changed.
+
+
+@dataclass(slots=True)
+class Activation:
+    """Tensors of one micro-batch that go from stage to stage: those of a value, then the skips.
+    They are detached from the graph of the stage that made them."""
+
+    tensors: tuple[torch.Tensor, ...]
+    wants_grad: tuple[bool, ...]
+    structure: Structure
+    """How to build the value from its tensors."""
+    skips: tuple[Any, ...] = ()
+    """Keys of the skips, the last of ``tensors``."""
+    sources: Sequence[torch.device] = ()
+    """The devices that the other tensors were copied from, if from others."""
+
+    def with_skips(self, skips: Mapping[Any, tuple[torch.Tensor, bool]]) -> Activation:
+        """This activation with ``skips`` added, each a tensor and whether it wants a gradient."""
+        if not skips:
+            return self
+        tensors, wants = zip(*skips.values(), strict=True)
+        wants = self.wants_grad + wants
+        return Activation(self.tensors + tensors, wants, self.structure, tuple(skips), self.sources)
+
+    def without_skips(self) -> tuple[Activation, dict[Any, tuple[torch.Tensor, bool]]]:
+        """The activation of the value alone, and the skips."""
+        if not self.skips:
+            return self, {}
+        n = len(self.tensors) - len(self.skips)
+        skips = zip(self.tensors[n:], self.wants_grad[n:], strict=True)
+        value = Activation(self.tensors[:n], self.wants_grad[:n], self.structure)
+        return value, dict(zip(self.skips, skips, strict=True))
+
+
+def differentiable(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``'s dtype can have gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 @dataclass(frozen=True)
@@ -66,7 +108,7 @@ class Scatter:
     ) -> None:
         self.batch = rows_of(tensors, dim, what)
         self.dim = dim
-        self.sizes = micro_batch_sizes(self.batch, chunks)
+        self.sizes = _sizes(self.batch, chunks)
         for i, tensor in enumerate(tensors):
             if len(self.sizes) > 1 and not _is_dense(tensor):
                 raise TypeError(
@@ -266,3 +308,128 @@ def copy_if_aliased(
 def _storage_id(tensor: torch.Tensor) -> int:
     """Identifies the tensor's storage, or the tensor if it has none, such as a sparse one."""
     return storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)
+
+
+class Inputs:
+    """The inputs of the first stage, on ``device``, one per micro-batch.
+
+    Args:
+        batch: the whole inputs.
+        device: of the first stage.
+        wants_grad: whether each of its tensors is to get a gradient.
+        detached: whether a backward can follow that does not go through the caller's graph. The
+            autograd node that holds this object holds the graph of the inputs.
+    """
+
+    def __init__(
+        self, batch: Batch, device: torch.device, wants_grad: Sequence[bool], *, detached: bool
+    ) -> None:
+        self._wants_grad = tuple(wants_grad)
+        tensors = [tensor.detach() for tensor in batch.tensors] if detached else batch.tensors
+        self._scatter = Scatter(tensors, batch.chunks, batch.dim)
+        self.rows, self.dim = self._scatter.batch, batch.dim
+        self.sizes = self._scatter.sizes
+        self.elements = self._scatter.elements(0)  # Of the first, the largest.
+        structures = batch.structure.on(device).cut(self.sizes)
+        self._structures: list[Structure | None] = list(structures)
+
+    def take(self, m: int) -> Activation:
+        """Micro-batch ``m``; call once. Drops the references to it, whose values may be large."""
+        structure, self._structures[m] = self._structures[m], None
+        assert structure is not None
+        return Activation(self._scatter.take(m), self._wants_grad, structure)
+
+    def joined(self, grads: Sequence[Grads]) -> Grads:
+        """The gradients of the whole inputs, from those of the micro-batches."""
+        if not any(self._wants_grad):
+            return (None,) * len(self._wants_grad)
+        columns = [
+            [part[i] if part and wants else None for part in grads]
+            for i, wants in enumerate(self._wants_grad)
+        ]
+        return tuple([self._scatter.joined(column) for column in columns])
+
+
+def wants_grad(tensor: torch.Tensor) -> bool:
+    """Whether an input is to get a gradient."""
+    return tensor.requires_grad and differentiable(tensor)
+
+
+class Sink(Protocol):
+    """Receives the last stage's outputs and returns their gradients; only that stage's lane calls
+    it."""
+
+    def collect(self, m: int, outputs: Activation) -> None:
+        """Take the outputs of micro-batch ``m``."""
+
+    def grads(self, m: int) -> Grads:
+        """The gradients of the outputs of micro-batch ``m``, None for an output without one."""
+
+
+class Outputs:
+    """Joins micro-batches of ``sizes`` rows along ``dim``, and splits the gradients of the whole
+    outputs. Scalars are averaged with ``weights``, by default each micro-batch's share of the rows.
+    Errors name ``source``.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        dim: int,
+        weights: Sequence[float] | None = None,
+        source: str = "the last stage",
+    ) -> None:
+        self.wants_grad: list[bool] = []
+        self._sizes = sizes
+        self._dim = dim
+        self._weights = weights
+        self._source = source
+        self._structures: list[Structure] = []
+        self._gathers: list[Gather | Average] = []
+        self._grads: list[Grads] = []
+
+    def collect(self, m: int, outputs: Activation) -> None:
+        """Write the outputs of micro-batch ``m`` to their place.
+
+        Raises:
+            ValueError: their structure differs from that of earlier micro-batches.
+        """
+        if not self._gathers:
+            self._gathers = [self._gather(tensor) for tensor in outputs.tensors]
+            self.wants_grad = [False] * len(outputs.tensors)
+            self._structures = [outputs.structure] * len(self._sizes)
+        self._structures[m] = outputs.structure
+        if not outputs.structure.has_same_layout(self._structures[0]):
+            raise ValueError(
+                f"{self._source} returned {len(outputs.tensors)} tensors for micro-batch {m} and "
+                f"{len(self._gathers)} before, or put them together in another way; all "
+                "micro-batches must return the same structure"
+            )
+        for i, (tensor, wants) in enumerate(zip(outputs.tensors, outputs.wants_grad, strict=True)):
+            self._gathers[i].write(m, tensor)
+            self.wants_grad[i] |= wants
+
+    def _gather(self, tensor: torch.Tensor) -> Gather | Average:
+        if tensor.dim() == 0 and differentiable(tensor):
+            return Average(shares(self._sizes) if self._weights is None else self._weights)
+        return Gather(self._sizes, self._dim, self._source)
+
+    def take(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the whole outputs."""
+        return tuple([gather.take() for gather in self._gathers])
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The whole output, built of ``tensors``, the result of :meth:`take`."""
+        return merged(self._structures).build(tensors)
+
+    def give(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Keep the gradients of the whole outputs, None for one without, for :meth:`grads`; no
+        longer if ``grads`` is empty."""
+        parts = [
+            [None] * len(self._sizes) if grad is None else gather.slices(grad)
+            for gather, grad in zip(self._gathers, grads, strict=False)
+        ]
+        self._grads = list(zip(*parts, strict=True))
+
+    def grads(self, m: int) -> Grads:
+        return self._grads[m]

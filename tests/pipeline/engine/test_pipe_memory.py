@@ -80,7 +80,7 @@ def test_outputs_are_written_in_place(place: torch.device, monkeypatch: pytest.M
     pipe = pipe_of(nn.Linear(4, 4), nn.Tanh(), device=place, chunks=4)
     for name in ("cat", "concat", "stack"):
         monkeypatch.setattr(torch, name, forbidden)
-    pipe(torch.randn(9, 4, requires_grad=True)).sum().backward()
+    pipe(torch.randn(9, 4, requires_grad=True))
 
 
 @pytest.fixture
