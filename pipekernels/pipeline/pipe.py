@@ -156,6 +156,8 @@ class Pipe(nn.Module):
             convert_deferred_batch_norm(self.partitions, self.chunks)
         self._engine = Engine(partitions, self.devices, execution)
 
+    # torch.compile supports neither lanes nor their locks.
+    @disable_dynamo
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a mini-batch.
 
@@ -187,11 +189,6 @@ class Pipe(nn.Module):
                 "a Pipe runs its layers on threads and cannot be traced or exported; trace the "
                 "model without it, pipe.to_sequential()"
             )
-        return self._run(inputs, kwargs)
-
-    # torch.compile supports neither lanes nor their locks.
-    @disable_dynamo
-    def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
         batch = self._batch(value)
         if not self.partitions:

@@ -17,7 +17,6 @@ BUDGETS = {  # Calls of functions of the package.
     "hand-over of 8, forward": 250.5,
     "hand-over of 8, backward": 67.5,
     "split_micro_batches": 13,
-    "a pipe's split": 8,
 }
 
 

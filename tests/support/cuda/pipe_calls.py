@@ -6,7 +6,6 @@ The GPUs are pretended. ``python -m support.cuda.pipe_calls`` (in ``tests``) pri
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -78,15 +77,9 @@ def tasks_and_hand_overs() -> dict[str, Calls]:
 
 
 def splits() -> dict[str, Calls]:
-    """Of one tensor into eight: the operation, and what a pipe does before its first layer, less
-    what it does there for one micro-batch."""
-    x, begun = torch.zeros(8, 4), []
-    for pipe in (pipe_on(["cpu"], 8), pipe_on(["cpu"], 1)):
-        pipe(x)
-        _, *names = python_calls(lambda: pipe(x))  # noqa: B023
-        begun.append(Counter(takewhile(lambda name: "pipe_calls.py" not in name, names)))
-    operation = Counter(python_calls(lambda: split_micro_batches(x, 8)))
-    return {"split_micro_batches": operation, "a pipe's split": less(*begun, 1)}
+    """Of one tensor into eight."""
+    x = torch.zeros(8, 4)
+    return {"split_micro_batches": Counter(python_calls(lambda: split_micro_batches(x, 8)))}
 
 
 def own(calls: Calls) -> float:
