@@ -238,10 +238,9 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return key
 
 
-def storage_references(storage: torch.UntypedStorage) -> int:
-    """The number of references to ``storage`` by tensors and graphs, plus one for this object."""
-    return torch._C._storage_Use_Count(storage._cdata)
-
+storage_references = torch._C._storage_Use_Count
+"""The number of references to a storage, given by its :func:`storage_key`, by tensors, graphs and
+Python."""
 
 # ---- streams ----
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from pipekernels import _backend
-from pipekernels._torch_private import storage_references
+from pipekernels._torch_private import storage_key, storage_references
 from pipekernels.device import p2p, streams
 from pipekernels.device.p2p import Ticket
 from pipekernels.device.streams import HOST
@@ -57,7 +57,7 @@ class Arrival:
         Call it before their first use. RuntimeError if the stream is being captured."""
         if self._done is None:
             return
-        if not streams.has_streams(self._device):
+        if self._device.type == "cpu":
             self._done.synchronize()
             return
         user = streams.current_handle(self._device)
@@ -77,16 +77,13 @@ class _PendingSource(NamedTuple):
     memory: list[UntypedStorage]
 
 
-class _ReceivedBuffer:
-    """A buffer that callers may still refer to."""
+class _ReceivedBuffer(NamedTuple):
+    """A buffer that callers may still refer to: no longer if it has fewer references."""
 
-    def __init__(self, buffer: Tensor, arrival: Arrival) -> None:
-        self.arrival = arrival
-        self._storage = buffer.untyped_storage()
-        self._references = storage_references(self._storage)  # ``buffer`` is one of them.
-
-    def is_unused(self) -> bool:
-        return storage_references(self._storage) < self._references
+    storage: UntypedStorage
+    key: int
+    references: int
+    arrival: Arrival
 
 
 class Edge:
@@ -108,7 +105,7 @@ class Edge:
             self._are_plain = _backend.load().are_plain
         self._sources: list[_PendingSource] = []
         self._received: list[_ReceivedBuffer] = []
-        self._unused: list[tuple[Ticket, set[_ReceivedBuffer]]] = []
+        self._unused: list[tuple[Ticket, list[_ReceivedBuffer]]] = []
         self._pending_host_copies: list[tuple[Ticket, list[UntypedStorage]]] = []
         self._issuing = False
         # Reentrant: an allocation may run the garbage collector, which may call settle().
@@ -155,7 +152,10 @@ class Edge:
                 if self._arriving is HOST:
                     self._pending_host_copies.append((done, _memory(copies)))
                 else:
-                    self._received += [_ReceivedBuffer(copy, arrival) for copy in copies]
+                    for storage in _memory(copies):  # Each copy is one of the references.
+                        key = storage_key(storage)
+                        references = storage_references(key)
+                        self._received.append(_ReceivedBuffer(storage, key, references, arrival))
                 still_reads = self._native.send(
                     done, sources, copies, snapshots, origin, torch.get_num_threads()
                 )
@@ -194,16 +194,20 @@ class Edge:
         while self._unused:
             self._unused[0][0].wait(self._to, self._native.arriving)
             del self._unused[:1]
-        self._pending_host_copies = [
-            (done, memory) for done, memory in self._pending_host_copies if not done.is_done()
-        ]
-        found = {buffer for buffer in self._received if buffer.is_unused()}
-        if found:
+        if self._pending_host_copies:
+            self._pending_host_copies = [
+                (done, memory) for done, memory in self._pending_host_copies if not done.is_done()
+            ]
+        # In one pass without calls of Python: every copy looks at all buffers.
+        kept = [b for b in self._received if storage_references(b.key) >= b.references]
+        if len(kept) < len(self._received):
+            left = {buffer.key for buffer in kept}
+            found = [buffer for buffer in self._received if buffer.key not in left]
             used = p2p.new_ticket()
             users = {stream for buffer in found for stream in buffer.arrival.users}
             if self._native.mark(used, list(users)):
                 self._unused.append((used, found))
-                self._received = [buffer for buffer in self._received if buffer not in found]
+                self._received = kept
 
 
 def _memory(tensors: list[Tensor]) -> list[UntypedStorage]:

@@ -96,7 +96,7 @@ def external(device: torch.device, handle: int) -> Stream:
 
 def current_handle(device: torch.device) -> int:
     """The number by which the extension knows :func:`current`; also 0 for the CPU."""
-    if not has_streams(device):
+    if device.type != "cuda":
         return 0
     assert current_raw_stream is not None
     return int(current_raw_stream(device.index))
@@ -105,7 +105,7 @@ def current_handle(device: torch.device) -> int:
 def empty_like(tensors: Iterable[Tensor], device: torch.device, stream: Stream) -> list[Tensor]:
     """``torch.empty_like`` of each tensor on ``device``, in memory of ``stream``. As with
     :func:`using`, but in fewer steps, each of which takes longer than an allocation."""
-    before, current_device = current(device), torch.cuda.current_device()
+    before, current_device = torch.cuda.current_stream(device), torch.cuda.current_device()
     try:
         torch.cuda.set_stream(stream)
         return [torch.empty_like(tensor, device=device) for tensor in tensors]
