@@ -169,6 +169,9 @@ def forward_and_backward(made: Machine, devices: Sequence[str], **options: Any) 
     made.poll()
 
 
+FEWER = count(0, -1)
+
+
 def wait_for(done: Any, stream: Any) -> None:
     done.wait(stream.device.index, stream)
 
@@ -178,7 +181,7 @@ def wait_for(done: Any, stream: Any) -> None:
     [
         (edge.Arrival, "wait", lambda self: self.users.append(streams.current(self._device))),
         (edge.Arrival, "wait", lambda self: wait_for(self._done, streams.current(self._device))),
-        (edge, "storage_references", lambda _, fewer=count(0, -1): next(fewer)),  # All are unused.
+        (edge, "storage_references", lambda _: next(FEWER)),  # All are unused.
         (edge.Edge, "_release_sources", lambda self: self._sources.clear()),
     ],
     ids=["arrivals", "users", "buffers", "sources"],
