@@ -173,7 +173,7 @@ def _reduce(group: Group, value: Any, tensor: Tensor) -> None:
     with _flat(tensor) as (flat,):
         scaled = flat if factor is None else flat * factor
         derived.reduce(group._comm, scaled, op, root)
-        if group.rank() == root:
+        if scaled is not flat and group.rank() == root:
             flat.copy_(scaled)
 
 
@@ -280,15 +280,18 @@ def _scatter(group: Group, root: int, output: Tensor, inputs: list[Tensor]) -> N
 @_collective("all_to_all", "alltoall", is_one=True)
 def _all_to_all_list(group: Group, _: None, outputs: list[Tensor], inputs: list[Tensor]) -> None:
     group._comm._cpu_backend.announce("all_to_all", outputs[0])
-    with _flat(*outputs) as flat:
-        group._gloo.alltoall(flat, [to_dense(each).view(-1) for each in inputs]).wait()
+    dense = list(map(to_dense_in_place, outputs))
+    group._gloo.alltoall(dense, list(map(to_dense, inputs))).wait()
+    for part, output in zip(dense, outputs, strict=True):
+        put_back(part, output)
 
 
 @_collective("all_to_all", "alltoall_base all_to_all_single", arguments=4, decisive=slice(2))
 def _all_to_all(group: Group, _: None, output: Tensor, input: Tensor, *sizes: list[int]) -> None:
     group._comm._cpu_backend.announce("all_to_all", output)
-    with _flat(output) as (flat,):
-        group._gloo.alltoall_base(flat.view(output.shape), to_dense(input), *sizes).wait()
+    dense = to_dense_in_place(output)  # Not a view, which takes Gloo longer in inference mode.
+    group._gloo.alltoall_base(dense, to_dense(input), *sizes).wait()
+    put_back(dense, output)
 
 
 dist.Backend.register_backend("pipekernels", _Group, extended_api=True, devices=["cpu"])

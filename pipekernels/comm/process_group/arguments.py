@@ -57,10 +57,11 @@ def tensors_in(parts: Iterable[list[Any]], arguments: slice) -> list[Tensor]:
 
 def options_of(*given: Any, **fields: Any) -> Any:
     """The options of a call: what it is given, or new ones with a root, reduction or timeout."""
+    values = [*given, *fields.values()]
+    if values and hasattr(values[0], "timeout"):
+        return values[0]
     options: Any = dist.ReduceOptions()  # These have the fields of all others.
-    for value in (*given, *fields.values()):
-        if hasattr(value, "timeout"):
-            return value
+    for value in values:
         is_time = isinstance(value, datetime.timedelta)
         name = "rootRank" if isinstance(value, int) else "timeout" if is_time else "reduceOp"
         if value is not None:
