@@ -75,9 +75,9 @@ def _collective(
     method_names: str = "",
     *,
     arguments: int = 2,
-    read: Callable[[Any], Any] = lambda opts: None,
+    read: Callable[[Any], Any] | None = None,
     check: Callable[..., None] | None = None,
-    native: Callable[..., bool] | None = None,
+    native: Any = None,
     decisive: slice = slice(None),
     is_one: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -99,32 +99,32 @@ def _collective(
     def method_of(method_name: str, run: Callable[..., None]) -> Callable[..., dist.Work]:
         @disable_dynamo
         def method(self: _Group, *given: Any, **fields: Any) -> dist.Work:
-            calls = self._flat_calls
-            if (
-                native is not None
-                and calls is not None
-                and len(given) > arguments
-                and not getattr(given[arguments], "asyncOp", True)
-                and self._last is DONE
-                and not is_profiler_enabled()
-            ):  # The caller waits, no earlier call is left, and nobody looks.
-                tensors = given[0] if arguments == 1 else given[:arguments]
-                if len(tensors) == arguments and native(calls, read(given[arguments]), *tensors):
-                    return ENDED
+            calls = None if native is None else self._flat_calls
+            if calls is not None and len(given) > arguments:
+                opts = given[arguments]
+                if (
+                    not getattr(opts, "asyncOp", True)
+                    and self._last is DONE
+                    and not is_profiler_enabled()
+                ):  # The caller waits, no earlier call is left, and nobody looks.
+                    tensors = given[0] if arguments == 1 else given[:arguments]
+                    value = None if read is None else read(opts)
+                    if len(tensors) == arguments and native(calls, value, *tensors):
+                        return ENDED
             parts = parts_of(given[:arguments], is_one)
             deciding = tensors_in(parts, decisive)
             if not is_dense(deciding):
                 work: dist.Work = getattr(self._other(deciding), method_name)(*given, **fields)
                 return work
             opts = options_of(*given[arguments:], **fields)
-            value = read(opts)
+            value = None if read is None else read(opts)
             for part in parts:
                 if check is not None:
                     check(self, value, *part)
 
             def body() -> None:
                 for part in parts:
-                    if native is None or calls is None or not native(calls, value, *part):
+                    if calls is None or not native(calls, value, *part):
                         run(self, value, *part)
 
             return self._run(opts, body, tensors_in(parts, slice(1)), name)

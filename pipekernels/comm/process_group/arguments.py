@@ -71,8 +71,9 @@ def options_of(*given: Any, **fields: Any) -> Any:
 
 def reduction_of(opts: Any) -> tuple[str, Any]:
     """The name of the reduction, and the factor of its terms, None without one."""
-    op, factor = opts.reduceOp.__getstate__()  # One call; comparing with all of them takes longer.
-    return _REDUCTIONS[op], factor
+    op = opts.reduceOp
+    name = _REDUCTIONS[op.op]
+    return name, op.__getstate__()[1] if name == "premul_sum" else None
 
 
 def check_parts(call: str, parts: Sequence[Tensor], ranks: int, own: Tensor | None = None) -> None:
