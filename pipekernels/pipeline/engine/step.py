@@ -77,10 +77,6 @@ class Step:
         self._plan = plan
         self._tasks = plan.tasks
         self._dropped = dropped
-        self._trainable = [
-            parameters is not None and any(parameters.trainable[i] for i, _ in task.stages)
-            for task in self._tasks
-        ]
         self._record = record
         self._seconds = 0.0
         self._sink: Sink = self.outputs
@@ -304,25 +300,22 @@ class Step:
             self._transport.receive(Receiver(stage, m))
         before = versions(inputs.tensors) if dropped else []
         buffers = snapshot_buffers(task.layers) if self._dropped else []
-        grad = self._trainable[stage] or (self.parameters is not None and any(inputs.wants_grad))
         try:
             with during(checkpointing) if dropped else _NOTHING:
                 outputs, tape = task.forward(
-                    *(inputs, self.seeds, m),
-                    parameters=self.parameters if grad else None,
-                    preserve=dropped,
+                    inputs, self.seeds, m, parameters=self.parameters, preserve=dropped
                 )
         except Exception as error:
             note_layer(error, task.stages, m, "forward")
             raise
-        if dropped and grad:
+        if dropped:
             tape.keep_only(inputs, before)
         if buffers:
             earlier = [tape.buffers for tape in self._tapes[stage] if tape is not None]
             drop_unchanged_copies(buffers, earlier)
             if dropped:
                 tape.buffers = buffers
-        if grad:
+        if any(outputs.wants_grad):
             self._tapes[stage][m] = tape
         if outputs.skips:
             outputs, sent = outputs.without_skips()
@@ -381,14 +374,13 @@ class Step:
     def _backward_at_once(self, action: Action, _: Any) -> None:
         """Enter autograd once for all micro-batches: possible on one thread with nothing to
         recompute. Autograd takes the latest forward first, as the program does."""
-        # No tape is None here: parameters or inputs want gradients.
-        tapes = [tape for tape in self._tapes[0] if tape is not None]
+        tapes = {m: tape for m, tape in enumerate(self._tapes[0]) if tape is not None}
         if not self._keep_graph:
             self._tapes[0] = []
-        grads = [self._sink.grads(m) for m in range(len(tapes))]
-        compute = partial(self._tasks[0].backward, tapes, grads, keep_graph=self._keep_graph)
-        results = self._autograd(self._tasks[0], 0 if len(tapes) == 1 else None, compute)
-        for m, (tape, result) in enumerate(zip(tapes, results, strict=True)):
+        (task,), grads = self._tasks, [self._sink.grads(m) for m in tapes]
+        compute = partial(task.backward, [*tapes.values()], grads, keep_graph=self._keep_graph)
+        results = self._autograd(task, None, compute)
+        for (m, tape), result in zip(tapes.items(), results, strict=True):
             self._input_grads[m] = self._send_back(result, tape, 0, m)
 
     def _autograd(self, task: Task, m: int | None, compute: Callable[[], T]) -> T:

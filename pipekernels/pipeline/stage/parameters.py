@@ -43,7 +43,6 @@ class Parameters:
 
     Attributes:
         unique: the trainable parameters, each once.
-        trainable: whether each stage has any.
     """
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
@@ -60,7 +59,6 @@ class Parameters:
             pairs, frozen = self._add(stage)
             self._pairs.append(pairs)
             self._frozen.append(frozen)
-        self.trainable = [bool(pairs) for pairs in self._pairs]
         by_id = {key: pair[0] for pairs in self._pairs for key, pair in pairs.items()}
         self.unique = list(by_id.values())
         # Of each parameter whose alias has the same memory; module.to(dtype) changes it.

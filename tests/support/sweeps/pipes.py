@@ -122,9 +122,8 @@ def layer_for(
         lambda: lambda x: x.unfold(1, 2, 1)[..., 0] if m > 1 else x,
     ]
     function = draw.choice(functions)()
-    # Not an LSTM, which has another kernel where nothing requires a gradient.
     if isinstance(function, nn.Module) and draw.random() < 0.1:
-        function.requires_grad_(isinstance(function, Recurrent))
+        function.requires_grad_(False)
     return OnOne(index, function, draw.randrange(3))
 
 
