@@ -118,7 +118,7 @@ class Engine:
             parameters = step.parameters.unique
             self.recycle(step)
             # Keep no other reference to a gradient: autograd would then copy it.
-            grads = [*inputs, *losses.gradients.added_to(own, parameters)]
+            grads = [*inputs, *own]
             targets = [*batch.tensors, *parameters]
             del inputs, own
             wanted = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]

@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import Node
 
 from pipekernels._torch_private import run_backward
 from pipekernels.local_ops.p2p_copy import p2p_copy
 from pipekernels.pipeline.engine.step import Step
 from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT, StageInput
-from pipekernels.pipeline.stage.parameters import Parameters, add_gradients
+from pipekernels.pipeline.stage.parameters import add_to
 from pipekernels.pipeline.values.micro_batch import (
     Activation,
     Batch,
@@ -28,66 +27,6 @@ from pipekernels.pipeline.values.structure import Structure, flatten, tensors_in
 
 LossFunction = Callable[..., Any]
 """Returns a scalar, or a tuple of one and of other values to return."""
-
-
-class LossGradients:
-    """Gradients that flow from a loss directly to parameters of stages, whose aliases are
-    installed. They are summed separately: stages accumulate into the aliases at the same time, and
-    the order, and so the last bits of a common sum, would depend on timing."""
-
-    def __init__(self, parameters: Parameters | None, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._keys = {} if parameters is None else parameters.keys()
-        self._grads: dict[int, torch.Tensor] = {}  # By id of the parameter.
-
-    def capture(self, root: Node | None) -> None:
-        """Register hooks that take the gradients of aliases in a backward from ``root``; raise a
-        RuntimeError if its graph has that of a value that a layer has left in an attribute."""
-        stack = [] if root is None else [root]
-        seen = set(stack)
-        reached = False
-        while stack:
-            node = stack.pop()
-            for i, (child, _) in enumerate(node.next_functions):
-                if child is None or child in seen:
-                    continue
-                key = self._keys.get(id(getattr(child, "variable", None)))
-                if key is not None and not child.next_functions:
-                    reached = True
-                    node.register_hook(partial(self._take, key, i))
-                else:
-                    seen.add(child)
-                    stack.append(child)
-        if reached:
-            self._deny_attributes(seen)
-
-    def _deny_attributes(self, nodes: set[Node]) -> None:
-        for index, module in enumerate(self._modules):
-            for name, layer in module.named_modules():
-                for attribute, value in vars(layer).items():
-                    if any(tensor.grad_fn in nodes for tensor in tensors_in(value)):
-                        raise RuntimeError(
-                            f"loss_fn uses {attribute!r} of layer {name!r} of stage {index}, where "
-                            f"another micro-batch may be by now. {PAST_THE_OUTPUT}"
-                        )
-
-    def _take(
-        self, key: int, i: int, grads: tuple[torch.Tensor | None, ...], _: object
-    ) -> tuple[torch.Tensor | None, ...]:
-        grad = grads[i]
-        if grad is not None:
-            self._grads[key] = add_gradients(self._grads[key], grad) if key in self._grads else grad
-        return (*grads[:i], None, *grads[i + 1 :])
-
-    def added_to(
-        self, grads: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """``grads``, those of ``parameters``, plus the captured gradients."""
-        own = [self._grads.get(id(parameter)) for parameter in parameters]
-        pairs = zip(grads, own, strict=True)
-        return tuple(
-            [a if b is None else b if a is None else add_gradients(a, b) for a, b in pairs]
-        )
 
 
 class Targets:
@@ -130,7 +69,12 @@ class Targets:
 
 class Losses:
     """Computes the loss of each micro-batch. If ``loss`` is a ``mean`` over its rows, rather than a
-    sum, it is weighted by the micro-batch's share of the batch."""
+    sum, it is weighted by the micro-batch's share of the batch.
+
+    Gradients that flow from a loss directly to parameters of stages are in ``parameter_grads``, by
+    id of the parameter, and not in the aliases: stages accumulate there at the same time, and the
+    order, and so the last bits of a common sum, would depend on timing.
+    """
 
     def __init__(self, loss: LossFunction, targets: Targets, mean: bool, step: Step) -> None:
         inputs, stages = step.inputs, step.stages
@@ -145,7 +89,9 @@ class Losses:
         self._required_grad = False
         # Seeded as if the loss were one more stage.
         self._seeded = partial(step.seeds.seeded, stage=len(stages.modules))
-        self.gradients = LossGradients(step.parameters, stages.modules)
+        self._modules = stages.modules
+        self._keys = {} if step.parameters is None else step.parameters.keys()
+        self.parameter_grads: dict[int, torch.Tensor] = {}
 
     def collect(self, m: int, outputs: Activation) -> None:
         """Compute the loss of micro-batch ``m``; a ValueError if it is not a real scalar, a
@@ -178,7 +124,7 @@ class Losses:
             )
         self._values[m] = loss.detach()
         if loss.requires_grad:
-            self.gradients.capture(loss.grad_fn)
+            self._capture(loss.grad_fn)
             self._losses[m], self._leaves[m] = loss, leaves
             self._required_grad = True
 
@@ -196,6 +142,46 @@ class Losses:
             return ()
         run_backward([loss], [loss.new_full((), self._weights[m])], keep_graph=False)
         return tuple(None if leaf is None else leaf.grad for leaf in leaves)
+
+    def _capture(self, root: Node | None) -> None:
+        """Have a backward from ``root`` leave the gradients of aliases in ``parameter_grads``;
+        raise a RuntimeError if its graph has that of a value that a layer has left in an
+        attribute."""
+        stack = [] if root is None else [root]
+        seen = set(stack)
+        reached = False
+        while stack:
+            node = stack.pop()
+            for i, (child, _) in enumerate(node.next_functions):
+                if child is None or child in seen:
+                    continue
+                key = self._keys.get(id(getattr(child, "variable", None)))
+                if key is not None and not child.next_functions:
+                    reached = True
+                    node.register_hook(partial(self._take, key, i))
+                else:
+                    seen.add(child)
+                    stack.append(child)
+        if reached:
+            self._deny_attributes(seen)
+
+    def _deny_attributes(self, nodes: set[Node]) -> None:
+        for index, module in enumerate(self._modules):
+            for name, layer in module.named_modules():
+                for attribute, value in vars(layer).items():
+                    if any(tensor.grad_fn in nodes for tensor in tensors_in(value)):
+                        raise RuntimeError(
+                            f"loss_fn uses {attribute!r} of layer {name!r} of stage {index}, where "
+                            f"another micro-batch may be by now. {PAST_THE_OUTPUT}"
+                        )
+
+    def _take(
+        self, key: int, i: int, grads: tuple[torch.Tensor | None, ...], _: object
+    ) -> tuple[torch.Tensor | None, ...]:
+        grad = grads[i]
+        if grad is not None:
+            add_to(self.parameter_grads, key, grad)
+        return (*grads[:i], None, *grads[i + 1 :])
 
     def check(self) -> None:
         """After all micro-batches: raise a RuntimeError if no loss required a gradient."""

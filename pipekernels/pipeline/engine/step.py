@@ -283,7 +283,7 @@ class Step:
             self._skips.forget_grads()
             self._input_grads = []
             self.outputs.give(())
-            results.append(tuple(self.parameters.accumulated()))
+            results.append(tuple(self.parameters.accumulated(self._sink.parameter_grads)))
 
     # ---- actions ---------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ returns the sums as the gradients of the parameters. So ``torch.autograd.grad`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -167,22 +167,27 @@ class Parameters:
         if self.drop_accumulated():
             raise RuntimeError(PAST_THE_OUTPUT)
 
-    def accumulated(self) -> list[torch.Tensor | None]:
+    def accumulated(self, more: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
         """Take the gradients that the aliases have accumulated: one per parameter in ``unique``,
-        summed over stages in their order."""
+        summed over stages in their order, then ``more``, by id of the parameter."""
         total: dict[int, torch.Tensor] = {}
         for pairs in self._pairs:
             for key, (_, alias) in pairs.items():
                 grad, alias.grad = alias.grad, None
                 if grad is not None:
-                    total[key] = add_gradients(total[key], grad) if key in total else grad
+                    add_to(total, key, grad)
+        for key, grad in more.items():
+            add_to(total, key, grad)
         return [total.get(id(parameter)) for parameter in self.unique]
 
 
-def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The sum of two gradients, each sparse or dense."""
-    # torch can add a sparse tensor to a dense one, not the other way round.
-    return other.add(one) if one.is_sparse else one.add(other)
+def add_to(total: dict[int, torch.Tensor], key: int, grad: torch.Tensor) -> None:
+    """Add a gradient, sparse or dense, to that of ``key``."""
+    other = total.get(key)
+    if other is not None:
+        # torch can add a sparse tensor to a dense one, not the other way round.
+        grad = grad.add(other) if other.is_sparse else other.add(grad)
+    total[key] = grad
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -359,6 +359,9 @@ class Sink(Protocol):
     """Receives the last stage's outputs and returns their gradients; only that stage's lane calls
     it."""
 
+    parameter_grads: dict[int, torch.Tensor]
+    """Gradients of parameters besides those of the stages, by id of the parameter."""
+
     def collect(self, m: int, outputs: Activation) -> None:
         """Take the outputs of micro-batch ``m``."""
 
@@ -387,6 +390,7 @@ class Outputs:
         self._structures: list[Structure] = []
         self._gathers: list[Gather | Average] = []
         self._grads: list[Grads] = []
+        self.parameter_grads: dict[int, torch.Tensor] = {}
 
     def collect(self, m: int, outputs: Activation) -> None:
         """Write the outputs of micro-batch ``m`` to their place.
