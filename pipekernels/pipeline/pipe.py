@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from pipekernels.pipeline.engine.execution import EXECUTIONS
 from pipekernels.pipeline.engine.losses import Losses, LossFunction, Targets
 from pipekernels.pipeline.schedule.program import Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline
-from pipekernels.pipeline.spmd.torch_stage import torch_stage
 from pipekernels.pipeline.stage.batchnorm import convert_deferred_batch_norm
 from pipekernels.pipeline.stage.checkpoint import MODES
 from pipekernels.pipeline.stage.parameters import identity
@@ -36,10 +35,6 @@ from pipekernels.pipeline.stage.partition import (
 from pipekernels.pipeline.stage.skip import verify_skippables
 from pipekernels.pipeline.values.micro_batch import Batch
 from pipekernels.pipeline.values.structure import Arguments, arguments_of, flatten
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage
 
 Device = torch.device | int | str
 
@@ -281,33 +276,6 @@ class Pipe(nn.Module):
         module = nn.Sequential(OrderedDict(named))  # type: ignore[arg-type]
         module.training = self.training  # The layers keep their own modes.
         return module
-
-    def to_torch_stage(
-        self,
-        stage_index: int | None = None,
-        *,
-        device: Device | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> PipelineStage:
-        """A stage of this pipe for the schedules of ``torch.distributed.pipelining``
-        (:doc:`/guides/spmd`).
-
-        Its module has the pipe's layers under the wrapped module's keys. It does not use the pipe's
-        checkpointing and seeding, and stages cannot pass on a tuple of one tensor.
-
-        Args:
-            stage_index: which stage. Default: this rank's number, in a group with a rank per stage.
-            device: where the stage's layers are moved, away from this pipe. Default: nowhere.
-            group: the ranks that run the stages. Default: all.
-
-        Raises:
-            RuntimeError: there are more ranks than stages.
-            ValueError: ``torch.distributed`` is not initialised, the group does not have a rank per
-                stage, ``stage_index`` is out of range, stages share a parameter or a skip, or the
-                pipe was built with ``deferred_batch_norm``.
-        """
-        partitions: Any = list(self.partitions)
-        return torch_stage(partitions, self.devices, stage_index, device, group)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -25,9 +25,6 @@ X = torch.ones(4, 2)
 
 CALLS: dict[str, Callable[[nn.Sequential, Any], object]] = {
     "Pipe": lambda module, device: Pipe(module, [1, 1], devices=["cpu", device]),
-    "to_torch_stage": lambda module, device: Pipe(
-        module, [1, 1], devices=["cpu"] * 2
-    ).to_torch_stage(0, device=device),
     "parallelize_module": parallelize_module,
     "parallelize_pipeline": lambda module, device: parallelize_pipeline(
         module, {"": "cpu", "1": ("cpu", device)}

@@ -35,7 +35,6 @@ leaves_the_group = pytest.mark.skipif(
 
 PRELOADED = [
     "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
     "pytest",
     "numpy",
     "pipekernels.comm.communicator",

@@ -91,6 +91,5 @@ def _refuse_fsdp(layers: Sequence[nn.Module]) -> None:
     if sharded is not None:
         raise ValueError(
             f"FSDP shards {sharded}, a layer of the pipe; shard the pipe as a whole, "
-            "fully_shard(pipe), or have torch's schedules run stages of sharded layers "
-            "(pipe.to_torch_stage())"
+            "fully_shard(pipe)"
         )
