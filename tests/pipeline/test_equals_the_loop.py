@@ -4,6 +4,7 @@ Every schedule, execution, mode of checkpointing and place, with models of all k
 """
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from support.pipe_models import CHUNKS, MODELS, Model
 from support.ranks import run_processes
 from support.spmd_cases import LIMIT, line, run
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from pipekernels import Communicator, Pipe, move_to_device, parallelize_pipeline
 from pipekernels.pipeline.engine.lanes import intra_op_threads
@@ -20,7 +22,14 @@ from pipekernels.pipeline.stage.checkpoint import MODES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-EXECUTIONS = ("inline", "threads", "split", "auto")
+EXECUTIONS = ("inline", "threads", "split", "auto", "threads, in a mode")
+
+
+class Watching(TorchFunctionMode):
+    """While a mode is active, a pipe stays on the caller's thread."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def loop_of(model: Model, dtype: torch.dtype) -> tuple[Loop, nn.Sequential]:
@@ -45,13 +54,14 @@ def test_bits_of_the_loop(name: str, way: str, execution: str, checkpoint: str) 
     with autocast(model):
         expected = [results(loop, way, args, plain, stages, model.loss) for _ in range(2)]
     module = model.build(dtype)
+    execution, _, mode = execution.partition(", ")
     pipe = Pipe(
         module, model.balance, devices=["cpu"] * stages, chunks=CHUNKS, checkpoint=checkpoint,
         execution=execution, **model.options,
     )  # fmt: skip
     # Each lane has one of the intra-op threads.
     lanes = min(lanes_for(way, stages).get("lanes", stages), CHUNKS)
-    with intra_op_threads(lanes), autocast(model):
+    with intra_op_threads(lanes), autocast(model), Watching() if mode else nullcontext():
         found = [results(pipe, way, args, module, stages, model.loss) for _ in range(2)]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 if model.has_sums else 0)
 

@@ -1,28 +1,19 @@
-"""Pipes under autocast have the bits of a loop over micro-batches without the cast cache."""
+"""Weights that a layer uses twice under autocast."""
 
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from support.pipes import Pipe, on_cpus
 from support.reference import gamma
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ["never", "except_last", "always"]
 CHUNKS = 16
 FLOAT = 2.0**-24  # Its unit roundoff.
-
-
-def plain() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
-    )
 
 
 class Twice(nn.Module):
@@ -48,42 +39,13 @@ def twice(layer: type[Twice], tied: bool) -> nn.Sequential:
     return nn.Sequential(*[layer(tied) for _ in range(4)])
 
 
-class Watching(TorchFunctionMode):
-    """A mode; while one is active, a pipe stays on the caller's thread."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def x() -> torch.Tensor:
     return torch.randn(48, 16, generator=torch.Generator().manual_seed(1))
 
 
-def results(
-    module: nn.Module, x: torch.Tensor, *, chunks: int = 1, cache: bool = True
-) -> list[torch.Tensor]:
-    """Output and gradients of a forward by micro-batches under autocast, and one backward."""
-    x = x.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
-        output = torch.cat([module(part) for part in x.tensor_split(chunks)])
-    output.float().square().sum().backward()
-    return [output.detach().float(), x.grad, *(p.grad for p in module.parameters())]
-
-
 def pipe_of(module: nn.Sequential, balance: list[int], checkpoint: str = "never") -> Pipe:
     return on_cpus(module, balance, chunks=CHUNKS, checkpoint=checkpoint)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_bits_of_the_loop_under_a_mode(checkpoint: str, execution: str, x: torch.Tensor) -> None:
-    module = plain()
-    expected = results(copy.deepcopy(module), x, chunks=CHUNKS, cache=False)
-    pipe = pipe_of(module, [3, 2], checkpoint)
-    with Watching():
-        found = results(pipe, x)
-        assert torch.is_autocast_cache_enabled()
-    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
