@@ -5,16 +5,10 @@ then runs as it is: the layer, the choice of the product, symmetric memory, the 
 collective. The product is the CPU's, of so few elements that it takes about as long as its launch.
 Launches and queries of the driver are left out: the native communicator reduces nothing, so a sum
 is only right on one rank.
-
-``python -m support.cuda.host_time`` (in ``tests``) prints microseconds per call beside those of
-``torch.nn.functional.linear``; ``--profile`` lists the functions.
 """
 
-import cProfile
 import gc
-import pstats
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
 from pipekernels import Communicator, RowParallelLinear, _backend
 from pipekernels.comm import cuda
@@ -32,7 +25,6 @@ from support.cuda import pretended_gpus
 
 DEVICE = torch.device("cuda", 0)
 FEATURES = 64
-CALLS, ROUNDS = 20, 300
 ROOT = f"{Path(_backend.__file__).parents[1]}/"
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
@@ -115,43 +107,3 @@ def python_calls(call: Callable[[], Any]) -> list[str]:
 def is_own(name: str) -> bool:
     """Whether a function that :func:`python_calls` names is one of the package."""
     return name.startswith("pipekernels/")
-
-
-def microseconds(call: Callable[[], Any]) -> float:
-    """Per call, of :data:`CALLS` in a row; the least of :data:`ROUNDS`, against noise."""
-    rounds = []
-    for _ in range(ROUNDS):
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        rounds.append((time.perf_counter() - begin) / CALLS * 1e6)
-    return min(rounds)
-
-
-def main() -> None:
-    """Print the times."""
-    torch.set_num_threads(1)
-    for ranks in (1, 2):
-        comm = Communicator.threads(ranks)[0]
-        layer = layer_on_gpu(comm)
-        x = torch.randn(1, FEATURES, dtype=torch.bfloat16)
-        for trains in (False, True):
-            torch.set_grad_enabled(trains)
-            library = microseconds(lambda: functional.linear(x, layer.weight, layer.bias))  # noqa: B023
-            with pretended_gpu():
-                ours = microseconds(lambda: layer(x))  # noqa: B023
-                count = len(python_calls(lambda: layer(x)))  # noqa: B023
-                mode = "gradients" if trains else "no_grad"
-                print(
-                    f"{ranks} ranks, {mode}: {ours:.1f} us per call in {count} functions, "
-                    f"F.linear {library:.1f}"
-                )
-                if "--profile" in sys.argv:
-                    profile = cProfile.Profile()
-                    profile.runcall(lambda: [layer(x) for _ in range(CALLS)])  # noqa: B023
-                    pstats.Stats(profile).sort_stats("tottime").print_stats(30)
-                    print(*python_calls(lambda: layer(x)), sep="\n")  # noqa: B023
-
-
-if __name__ == "__main__":
-    main()
