@@ -61,11 +61,6 @@ def machine_name(described: Mapping[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def now() -> str:
-    """The current date and time, as text."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-
-
 def results_folder() -> Path:
     """Where this machine's results go: ``$OUT`` if set, else ``bench/results/<machine>``."""
     out = os.environ.get("OUT")
@@ -111,7 +106,7 @@ def save(name: str, rows: Sequence[Mapping[str, Any]], conditions: Mapping[str, 
     path = folder / f"{name}.json"
     record = {
         "name": name,
-        "date": now(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit(),
         "machine": machine(),
         "conditions": dict(conditions),

@@ -23,7 +23,6 @@ from bench.peers.rank import LIMIT, Start
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".venv" / "peers"  # Made by `make peers`.
-IDLE_LOAD = 0.02  # Cores that a rank may keep busy while it waits.
 PATIENCE = 10.0  # Seconds for a process to exit by itself, and again after SIGTERM.
 
 # The Python of each system, and for MPI the launcher of all its ranks.
@@ -74,7 +73,6 @@ class Group:
     def __init__(self, system: str, ranks: int, folder: Path) -> None:
         self.system, self.ranks = system, ranks
         self._ends: list[Connection] = []
-        self._pids: list[int] = []
         self._log = folder / "log"
         (folder / "start").write_bytes(bytes(Start.bytes(ranks)))
         self._listener = socket.socket(socket.AF_UNIX)
@@ -114,7 +112,6 @@ class Group:
             zip(self._answers(), self._ends, strict=True), key=lambda each: each[0]["rank"]
         )
         self._ends = [end for _, end in told]
-        self._pids = [answer["pid"] for answer, _ in told]
         if {answer["cores"] for answer, _ in told} != {len(os.sched_getaffinity(0))}:
             raise GroupError(self.system, "the ranks are pinned to cores, others are not")
         version: str = told[0][0]["version"]
@@ -130,14 +127,6 @@ class Group:
             with contextlib.suppress(OSError):  # Its answer will be missing.
                 end.send((method, arguments))
         return self._answers()
-
-    def cpu_seconds(self) -> float:
-        """CPU time that the ranks have used so far."""
-        ticks = 0
-        for pid in self._pids:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])  # In user mode, and in the kernel.
-        return ticks / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """End all processes: close the connections, then send signals to those that still run."""
@@ -199,9 +188,6 @@ def session(systems: list[str], ranks: int) -> Iterator[Session]:
                 ready[system] = group, group.wait_until_ready()
             except GroupError as error:
                 _leave_out(group, error)
-        for system in busy_while_idle({name: group for name, (group, _) in ready.items()}):
-            print(f"{system} keeps cores busy while it is not its turn: left out", flush=True)
-            ready.pop(system)[0].close()
         yield ready
 
 
@@ -224,15 +210,3 @@ def survived(session: Session, work: Callable[[Session], Any]) -> Any:
         except GroupError as error:
             _leave_out(session[error.system][0], error)
             del session[error.system]
-
-
-def busy_while_idle(groups: dict[str, Group]) -> list[str]:
-    """The systems whose ranks spin instead of sleeping while they wait for a request."""
-    span = 1.0
-    before = {name: group.cpu_seconds() for name, group in groups.items()}
-    time.sleep(span)
-    return [
-        name
-        for name, group in groups.items()
-        if group.cpu_seconds() - before[name] > IDLE_LOAD * span * group.ranks
-    ]
