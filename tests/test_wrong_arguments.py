@@ -71,6 +71,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # By a TypeError.
     "rank": (lambda: Communicator.from_store(dist.HashStore(), "0", 1), "rank must be an int"),
     "norms": (lambda: convert_deferred_batch_norm([]), "module must be an nn.Module"),
     "skips": (lambda: skip.verify_skippables(None), "module must be an nn.Sequential"),
+    "mapped model": (lambda: parallelize_pipeline(len, {}), "model must be an nn.Module, got buil"),
     "map": (lambda: parallelize_pipeline(LAYERS, None), "module_to_device must be a mapping"),
     "placed model": (lambda: unparallelize_pipeline(None), "model must be an nn.Module"),
 }
@@ -97,10 +98,3 @@ def test_an_argument_is_refused_by_name(name: str) -> None:
     call, *error, message = (REFUSED | OTHERS)[name]
     with pytest.raises(*error or [TypeError], match=message):
         call()
-
-
-def test_a_slice_of_a_pipe_is_a_sequence_of_its_layers() -> None:
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), [2, 1], chunks=2)
-    part = pipe[1:]
-    assert type(part) is nn.Sequential and list(part) == [pipe[1], pipe[2]]
-    assert [name for name, _ in part.named_children()] == ["1", "2"]

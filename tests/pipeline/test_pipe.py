@@ -162,16 +162,6 @@ def test_an_output_that_the_loss_does_not_use(mode: str, place: torch.device) ->
     assert pipe[1].b.weight.grad is None
 
 
-def test_frozen_parameters_and_inputs_without_grad(place: torch.device) -> None:
-    module = mlp()
-    module[0].weight.requires_grad_(False)
-    pipe = on(place, module, [2, 3], chunks=2)
-    pipe(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
-    assert pipe[0].weight.grad is None and pipe[0].bias.grad is not None
-    pipe.requires_grad_(False)
-    assert not pipe(torch.randn(4, 6, dtype=torch.float64)).requires_grad
-
-
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_outputs_have_memory_of_their_own(chunks: int, place: torch.device) -> None:
     """Autograd cannot know that an output of a pipe is a view, so it must not be one."""

@@ -43,6 +43,7 @@ def test_attributes_and_sequence_protocol() -> None:
         with pytest.raises(IndexError, match=f"index {index} is out of range"):
             pipe[index]
     assert type(pipe[1:3]) is nn.Sequential and list(pipe[1:3]) == original[1:3]
+    assert list(pipe[1:3]._modules) == ["1", "2"]
     with pytest.raises(TypeError, match="'str' object"):
         pipe["0"]
 

@@ -35,20 +35,6 @@ def test_ddp_averages_over_replicas() -> None:
     run_processes(2, train_with_ddp)
 
 
-def test_grad_scaler(place: torch.device) -> None:
-    module = mlp().float()
-    reference = copy.deepcopy(module)
-    pipe = Pipe(module, [2, 2], devices=[place] * 2, chunks=2)
-    x = torch.randn(6, 4)
-    for model in (pipe, reference):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler(place.type, init_scale=2.0**10)
-        scaler.scale(model(x).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    torch.testing.assert_close(list(module.parameters()), list(reference.parameters()))
-
-
 @pytest.mark.slow
 def test_a_thousand_pipes_leak_nothing(execution: str) -> None:
     alive = weakref.WeakSet()

@@ -81,13 +81,6 @@ def test_one_micro_batch_returns_lists_of_other_values_too() -> None:
     assert pipe(torch.zeros(2, 2))[1:] == (["name"], None)
 
 
-def test_several_arguments_and_a_layer_that_occurs_twice(place: torch.device) -> None:
-    difference, minus = FunctionLayer(lambda a, b: a - b), FunctionLayer(lambda x: -x)
-    relu, a, b = nn.ReLU(), torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [1.0]])
-    pipe = Pipe(nn.Sequential(difference, relu, minus, relu), [4], devices=[place], chunks=2)
-    assert torch.equal(pipe(a, b), torch.tensor([[0.0], [0.0]]))
-
-
 def test_the_state_of_an_lstm_is_not_joined_along_its_layers() -> None:
     lstm, x = nn.LSTM(8, 32, batch_first=True), torch.randn(16, 5, 8)
     with pytest.raises(ValueError, match=r"\(1, 4, 32\) for micro-batch 0, of 4 rows"):
