@@ -57,7 +57,7 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
         axes.text(left + width / 2, stage, str(micro_batch), ha="center", va="center", fontsize=8)
     axes.set_facecolor("#eeeeee")
     axes.margins(x=0)
-    stages = range(step.lanes)
+    stages = range(len(step.program.lanes))
     axes.set_yticks(stages, [f"stage {stage}" for stage in stages])
     axes.invert_yaxis()
     axes.set_xlabel("ms; numbers are micro-batches")

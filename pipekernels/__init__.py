@@ -1,7 +1,7 @@
 """Pipeline and tensor parallelism for PyTorch, on CPUs and CUDA GPUs, with its own kernels."""
 
 import pipekernels.huggingface  # noqa: F401 (It registers its plan providers.)
-from pipekernels import _log, balance, batchnorm, ops, skip
+from pipekernels import balance, batchnorm, ops, skip
 from pipekernels._version import __version__
 from pipekernels.comm import CollectiveBarrier, Communicator, PeerError
 from pipekernels.pipeline import (
@@ -55,5 +55,3 @@ __all__ = [
     "unparallelize_module",
     "unparallelize_pipeline",
 ]
-
-_log.set_up()

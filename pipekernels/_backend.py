@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import re
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -20,8 +19,6 @@ if TYPE_CHECKING:  # At run time load() imports the extension when it is first n
     Communicator = _C.Communicator
     CudaCommunicator = _C.CudaCommunicator
     Segment = _C.Segment
-
-_log = logging.getLogger(__name__)
 
 _REMEDY = "Build it with `pip install .` (or `pip install -e .`) in the pipekernels source folder."
 
@@ -43,20 +40,8 @@ def load() -> ModuleType:
             f"pipekernels._C was built for version {built['version']}, the package is "
             f"{__version__}. {_REMEDY}"
         )
-    if _log.isEnabledFor(logging.INFO):
-        _log_build(built)
     module.use_tensors(torch.Tensor, torch.nn.Parameter, increment_version)
     return module
-
-
-def _log_build(built: dict[str, str | bool]) -> None:
-    cuda = f"with CUDA {built['cuda_version']}" if built["cuda"] else "without CUDA"
-    _log.info("the extension was built by %s, %s", built["compiler"], cuda)
-    if not built["cuda"] and torch.cuda.is_available():
-        _log.warning(
-            "the GPUs of this machine are not used by collectives and copies, as the extension was "
-            "built without CUDA; torch's own operations run there"
-        )
 
 
 def build_info() -> dict[str, str | bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import weakref
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels._arguments import integer
-from pipekernels._log import info_once
 from pipekernels._torch_private import current_raw_stream, disable_dynamo, in_backward
 from pipekernels.comm.backend import NativeBackend
 from pipekernels.comm.shared_memory import SharedMemoryBackend
@@ -113,8 +113,7 @@ class CudaBackend(NativeBackend):
         if not torch.cuda.is_current_stream_capturing():
             tensor = self._allocate(sizes, dtype)
             if tensor is None:
-                text = "no room for %d bytes of symmetric memory on %s: results are copied; set %s"
-                info_once(_log, text, sizes.numel() * dtype.itemsize, self.device, _VARIABLE)
+                _log_copied(sizes.numel() * dtype.itemsize, self.device)
         return torch.empty(sizes, dtype=dtype, device=self.device) if tensor is None else tensor
 
     def close(self, *, abort: bool) -> None:
@@ -133,6 +132,12 @@ class CudaBackend(NativeBackend):
         assert current_raw_stream is not None  # As this build of torch has CUDA.
         stream = current_raw_stream(self.device.index)
         return allocated(self._native.allocate, sizes, dtype, stream)
+
+
+@functools.cache  # Once for each size.
+def _log_copied(size: int, device: torch.device) -> None:
+    text = "no room for %d bytes of symmetric memory on %s: results are copied; set %s"
+    _log.info(text, size, device, _VARIABLE)
 
 
 def _may_meet() -> bool:

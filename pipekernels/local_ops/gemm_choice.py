@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from pipekernels._log import info_once
 from pipekernels.kernels.config import TILES, Config, config_for, generation, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
 
@@ -137,8 +136,13 @@ def _choose_measured(
         sizes = (m, n, _power_of_two(k)) if layout == "grad_weight" else tokens_first
         if (kind, layout, *sizes) in FASTER:
             return Chosen(config_for(gpu.generation, kind, m, n, k, gpu.sms))
-    info_once(_log, "sharded_gemm on %s is the vendor's library: %s", gpu.name, why)
+    _log_library(gpu.name, why)
     return None
+
+
+@functools.cache  # Once for each reason.
+def _log_library(gpu: str, why: str) -> None:
+    _log.info("sharded_gemm on %s is the vendor's library: %s", gpu, why)
 
 
 def _layout(a: Tensor, b: Tensor, out: Tensor | None, residual: Tensor | None) -> str | None:

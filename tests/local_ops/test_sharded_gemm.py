@@ -25,7 +25,6 @@ from support.kernels.operands import LAYOUTS
 from torch import Tensor
 from torch.nn import functional
 
-from pipekernels import _log
 from pipekernels.kernels.config import KINDS, TILES, Config, Tiles
 from pipekernels.kernels.layout import layout_of
 from pipekernels.local_ops import gemm_choice
@@ -244,7 +243,7 @@ def test_auto_takes_triton_for_float8_that_the_library_does_not_support(
 def test_why_a_product_is_left_to_the_library_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_log, "_seen", set())
+    gemm_choice._log_library.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     caplog.set_level(logging.INFO, "pipekernels")
 

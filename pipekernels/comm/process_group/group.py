@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from pipekernels._log import info_once
 from pipekernels._torch_private import (
     disable_dynamo,
     end_with,
@@ -33,20 +31,7 @@ from pipekernels.comm.messages import backends_of
 from pipekernels.comm.process_group.work import DONE, ENDED, CopiedWork, Work
 from pipekernels.comm.tensors import to_dense
 
-_log = logging.getLogger("pipekernels.distributed")
-
 _CPU = torch.device("cpu")
-
-
-class _Logged:
-    """Gloo's group, where what it runs is to be logged: once for each operation."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def __getattr__(self, name: str) -> Any:
-        info_once(_log, "Gloo runs %s", name)
-        return getattr(self._group, name)
 
 
 def _point_to_point(name: str) -> Callable[..., dist.Work]:
@@ -92,11 +77,9 @@ class Group(dist.ProcessGroup):
         gloo_store = dist.PrefixStore("gloo", cast(dist.Store, rendezvous.store))
         backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
         # For calls of overridden methods that the communicator does not support.
-        gloo = dist.ProcessGroup(gloo_store, rank, world_size)
-        for group in (self, gloo):
+        self._gloo = dist.ProcessGroup(gloo_store, rank, world_size)
+        for group in (self, self._gloo):
             register_backend(group, _CPU, backend)
-        is_logged = _log.isEnabledFor(logging.INFO)
-        self._gloo = cast(dist.ProcessGroup, _Logged(gloo)) if is_logged else gloo
         self._comm = cast(Communicator, Communicator._join(rendezvous, seconds, MOST_BLOCKS))
         self._flat_calls = self._comm._cpu_backend.flat_calls
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipekernels._log import info_once
 from pipekernels._torch_private import (
     in_backward,
     is_profiler_enabled,
@@ -33,7 +31,6 @@ from pipekernels.pipeline.stage.batchnorm import committed
 from pipekernels.pipeline.stage.parameters import Parameters
 from pipekernels.pipeline.values.micro_batch import Batch, Inputs, wants_grad
 
-_log = logging.getLogger(__name__)
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 # Engines whose layers are running: on this thread, or on the caller's if this thread is a lane
@@ -182,9 +179,6 @@ class Engine:
         grad = enabled and (trains or any(wanted) or bool(parameters.unique))
         inputs = Inputs(batch, stages.devices[0], wanted, detached=grad)
         count = len(inputs.sizes)
-        if count < batch.chunks:
-            message = "an input of %d rows makes %d micro-batches, fewer than chunks=%d"
-            info_once(_log, message, inputs.rows, count, batch.chunks)
         dropped = count - (checkpoint == "except_last") if grad and checkpoint != "never" else 0
         signature = Signature(
             schedule,

@@ -152,7 +152,8 @@ def test_kinds_are_named_by_what_tells_them_apart(messages: Any) -> None:
     assert messages() and messages()[0].startswith(f"{KIND}: ")
 
 
-def test_nothing_is_logged_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_choices_are_no_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "pipekernels")
     run(*linears(), times=20, execution="auto")
     run(*linears(), execution="threads")
     assert not caplog.records
