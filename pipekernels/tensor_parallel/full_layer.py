@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipekernels._torch_private import has_hooks, module_has_hooks
 
@@ -72,8 +72,7 @@ def check_weights(layer: nn.Module) -> None:
     DTensor or a quantized weight of torchao: its elements would not be those that are sharded."""
     for name, parameter in layer.named_parameters():
         inner = type(parameter.data)
-        is_plain = type(parameter) is nn.Parameter and inner is torch.Tensor
-        if is_plain or int8_parts(parameter) is not None:
+        if type(parameter) is nn.Parameter and inner is torch.Tensor:
             continue
         kind = type(parameter) if inner is torch.Tensor else inner
         order = "shard the model first, then quantize the layers that hold shards"
@@ -83,22 +82,6 @@ def check_weights(layer: nn.Module) -> None:
             f"its {name} is a {kind.__module__}.{kind.__qualname__}, which cannot be cut here; "
             f"{order}"
         )
-
-
-def int8_parts(weight: Any) -> tuple[Tensor, Tensor] | None:
-    """Integers ``[n, k]`` and scales ``[n]`` of a linear layer's weight that is an int8 weight-only
-    tensor of torchao, of one scale per output feature; else None. Known by its attributes, which
-    releases of torchao have named in two ways."""
-    parts = getattr(weight, "tensor_impl", weight)
-    data, scale = getattr(parts, "int_data", getattr(parts, "qdata", None)), None
-    if isinstance(data, Tensor) and data.dtype is torch.int8 and data.dim() == 2:
-        scale = getattr(parts, "scale", None)
-        zero = getattr(parts, "zero_point", None)
-        if zero is not None and bool((zero != 0).any()):
-            return None
-    if data is None or scale is None or scale.numel() != len(data):
-        return None
-    return data, scale.reshape(-1).float()
 
 
 def is_hooked(layer: nn.Module) -> bool:

@@ -1,11 +1,10 @@
 """Weights of int8: outputs within the error model, states, conversions and refusals."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from support.checks import assert_raises, assert_same_state
+from support.checks import assert_raises
 from support.ranks import run_threads
 from support.reference import gamma
 from test_experts import HIDDEN, LAYOUTS, Experts, both, routing
@@ -197,41 +196,6 @@ def test_weights_that_are_not_finite_are_an_error_on_all_ranks() -> None:
         with pytest.raises(ValueError, match="'2' has weights that are not finite"):
             quantize_weights(model)
         assert not any(isinstance(layer, Int8Linear) for layer in model)
-
-    run_threads(2, body)
-
-
-class TorchaoWeight(Tensor):
-    """A stand-in for torchao's int8 weight-only tensors, with the attributes that it documents:
-    ``tensor_impl.int_data`` and ``.scale``, or ``int_data`` and ``scale`` themselves."""
-
-    @staticmethod
-    def of(weight: Tensor, *, nested: bool) -> "TorchaoWeight":
-        result = Tensor._make_subclass(TorchaoWeight, torch.zeros_like(weight))
-        parts: Any = nn.Module() if nested else result
-        parts.scale = scale_of(weight)
-        parts.int_data = int8_of(weight, parts.scale)
-        if nested:
-            result.tensor_impl = parts
-        return result
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_int8_weights_of_torchao_keep_their_integers(nested: bool) -> None:
-    full = mlp()
-    x = torch.randn(3, 24)
-
-    def body(comm: Communicator) -> None:
-        expected = quantize_weights(tensor_parallelize(copy.deepcopy(full), PLAN, comm))
-        model = copy.deepcopy(full)
-        for layer in map(model.get_submodule, PLAN):
-            weight = TorchaoWeight.of(layer.weight.data, nested=nested)
-            layer.register_parameter("weight", None)
-            layer._parameters["weight"] = weight
-        tensor_parallelize(model, PLAN, comm)
-        with torch.no_grad():
-            assert model(x).equal(expected(x))
-        assert_same_state(full_state_dict(model), full_state_dict(expected))
 
     run_threads(2, body)
 

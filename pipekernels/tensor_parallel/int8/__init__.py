@@ -16,6 +16,6 @@ features, and by rounding.
 """
 
 from pipekernels.tensor_parallel.int8.layers import Int8Experts, Int8Linear
-from pipekernels.tensor_parallel.int8.quantize import quantize_weights, shard_int8
+from pipekernels.tensor_parallel.int8.quantize import quantize_weights
 
-__all__ = ["Int8Experts", "Int8Linear", "quantize_weights", "shard_int8"]
+__all__ = ["Int8Experts", "Int8Linear", "quantize_weights"]

@@ -36,7 +36,7 @@ def _scale(weight: Tensor, comm: Communicator | None) -> Tensor:
     return torch.where(largest > 0, largest / 127, torch.ones_like(largest))
 
 
-def frozen(tensor: Tensor) -> nn.Parameter:
+def _frozen(tensor: Tensor) -> nn.Parameter:
     """A parameter without gradients."""
     return nn.Parameter(tensor, requires_grad=False)
 
@@ -68,8 +68,6 @@ class Int8Linear(_Int8Layer):
     Args:
         layer: a :class:`ColumnParallelLinear` or a :class:`RowParallelLinear`, not invariant. It
             stays as it is, and shares its bias.
-        scale: ``[M]``, those of the full layer, whose weight is integers times these; by default
-            they are computed.
 
     Attributes:
         weight: int8, ``[M / R, K]`` or ``[M, K / R]``.
@@ -81,7 +79,7 @@ class Int8Linear(_Int8Layer):
 
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "scale", "bias")
 
-    def __init__(self, layer: ShardedLinear, scale: Tensor | None = None) -> None:
+    def __init__(self, layer: ShardedLinear) -> None:
         super().__init__(Sharding(layer.comm, layer.blocks, layer.copies))
         self.is_row = isinstance(layer, RowParallelLinear)
         self.shard_dims = {"weight": 1} if self.is_row else dict.fromkeys(self.parameter_names, 0)  # type: ignore[misc]
@@ -94,13 +92,10 @@ class Int8Linear(_Int8Layer):
         parameters = layer._plain_parameters()
         weight = parameters["weight"].detach()
         weight = weight.t() if layer.is_transposed else weight
-        if scale is None:
-            scale = _scale(weight, self.comm if self.is_row else None)
-        else:
-            scale = self.shard("scale", scale)
+        scale = _scale(weight, self.comm if self.is_row else None)
         self.float_dtype = weight.dtype
-        self.weight = frozen(int8_of(weight, scale).contiguous())
-        self.scale = frozen(scale)
+        self.weight = _frozen(int8_of(weight, scale).contiguous())
+        self.scale = _frozen(scale)
         self.register_parameter("bias", parameters.get("bias"))
         self.train(layer.training)
 
@@ -142,7 +137,7 @@ class Int8Linear(_Int8Layer):
         full = self.full_state_dict()
         weight = floats_of(full["weight"], full.pop("scale"), self.float_dtype)
         full["weight"] = weight.t().contiguous() if self.is_transposed else weight
-        parameters = {name: frozen(value) for name, value in full.items()}
+        parameters = {name: _frozen(value) for name, value in full.items()}
         return full_layer(parameters, transposed=self.is_transposed).train(self.training)
 
     def extra_repr(self) -> str:
@@ -189,8 +184,8 @@ class Int8Experts(_Int8Layer, ParallelExperts):
             weight = weight.transpose(1, 2) if self.was_transposed else weight
             is_cut = name == "down_proj" and not self.expert_parallel
             scale = _scale(weight, self.comm if is_cut else None)
-            self.register_parameter(name, frozen(int8_of(weight, scale).contiguous()))
-            self.register_parameter(f"{name}_scale", frozen(scale.contiguous()))
+            self.register_parameter(name, _frozen(int8_of(weight, scale).contiguous()))
+            self.register_parameter(f"{name}_scale", _frozen(scale.contiguous()))
         template = copy.copy(layer._template[0])
         template._parameters = self._parameters
         self._template = (template,)
@@ -220,5 +215,5 @@ class Int8Experts(_Int8Layer, ParallelExperts):
             if value.dim() == 3:
                 value = floats_of(value, state[f"{name}_scale"], self.float_dtype)
                 value = value.transpose(1, 2).contiguous() if self.was_transposed else value
-            full._parameters[name] = frozen(value)
+            full._parameters[name] = _frozen(value)
         return full.train(self.training)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from pipekernels._arguments import check_kind
-from pipekernels.local_ops.int8_linear import floats_of
 from pipekernels.tensor_parallel.experts import ParallelExperts
-from pipekernels.tensor_parallel.full_layer import REMEDY, full_layer, int8_parts, is_hooked
-from pipekernels.tensor_parallel.int8.layers import Int8Experts, Int8Linear, frozen
+from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
+from pipekernels.tensor_parallel.int8.layers import Int8Experts, Int8Linear
 from pipekernels.tensor_parallel.linear import ShardedLinear
 from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_layers
 
@@ -64,24 +62,6 @@ def quantize_weights(model: Model) -> Model:
             if child in replaced:
                 parent._modules[name] = replaced[child]
     return model.requires_grad_(False)
-
-
-def shard_int8(layer: Any, shard: Callable[[nn.Module], Any], invariant: bool) -> Any:
-    """``shard(layer)``, a linear layer with the integers of ``layer`` if its weight is an int8
-    weight-only tensor of torchao.
-
-    Raises:
-        ValueError: it is, and the shard is to be ``invariant``.
-    """
-    parts = int8_parts(getattr(layer, "weight", None))
-    if parts is None:
-        return shard(layer)
-    if invariant:
-        raise ValueError("invariant=True does not support int8 weights; shard the float layer")
-    weight = floats_of(*parts, torch.float32)
-    floats = {"weight": frozen(weight)} | ({} if layer.bias is None else {"bias": layer.bias})
-    made: Any = shard(full_layer(floats, transposed=False).train(layer.training))
-    return Int8Linear(made, parts[1])
 
 
 def _check_finite(layers: list[Any]) -> None:

@@ -6,7 +6,6 @@ import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from math import nan
 from typing import Any, Literal, TypeVar
 
@@ -17,8 +16,6 @@ from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.arithmetic import arithmetic_of
 from pipekernels.tensor_parallel.changes import set_attribute
-from pipekernels.tensor_parallel.full_layer import int8_parts
-from pipekernels.tensor_parallel.int8 import shard_int8
 from pipekernels.tensor_parallel.plan.check import first_difference, outputs_of
 from pipekernels.tensor_parallel.plan.kinds import SUMMED, HookKind, LayerKind
 from pipekernels.tensor_parallel.plan.matching import match
@@ -131,8 +128,7 @@ def _shard(
     layer: nn.Module, name: str, kind: LayerKind, comm: Communicator, invariant: bool
 ) -> ShardedLayer:
     try:
-        make = partial(kind.shard, comm=comm, invariant=invariant)
-        shard: ShardedLayer = shard_int8(layer, make, invariant)
+        shard: ShardedLayer = kind.shard(layer, comm, invariant=invariant)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name!r} cannot be made {kind.word!r}: {error}") from error
     for inner_name, inner in shard.named_modules(prefix=name):
@@ -172,8 +168,7 @@ def _check_ranks_agree(
             "give all ranks the same model and plan"
         )
     firsts = ((name, next(layer.parameters())) for layer, (name, _) in layers.items())
-    weights = {name: (int8_parts(first) or (first,))[0] for name, first in firsts}
-    weights |= {name: p for name, p in model.named_parameters() if ".lora_" in name}
+    weights = dict(firsts) | {n: p for n, p in model.named_parameters() if ".lora_" in n}
     # The first element of each says whether they are the same.
     elements = [
         nan if w.is_meta or w.numel() == 0 else w.detach()[(0,) * w.dim()].item().real
