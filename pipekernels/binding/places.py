@@ -1,4 +1,4 @@
-"""Which cores and memory nodes each rank of a host gets."""
+"""Which cores each rank of a host gets."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ class Place:
 
     Attributes:
         cpus: the hardware threads that it is bound to.
-        nodes: the memory nodes of its cores; empty where the host has one node only.
         cores: number of its cores.
         threads: its intra-op threads.
     """
 
     cpus: tuple[int, ...]
-    nodes: tuple[int, ...]
     cores: int
     threads: int
 
@@ -44,15 +42,12 @@ def places(topology: Topology, ranks: int) -> list[Place]:
         )
     usable = len(cores) if topology.quota is None else min(topology.quota, len(cores))
     threads = max(1, math.floor(usable / ranks))
-    several_nodes = len(topology.nodes) > 1
     found = []
     for rank in range(ranks):
         own = cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
-        nodes = dict.fromkeys(core.node for core in own)
         found.append(
             Place(
                 cpus=tuple(sorted(cpu for core in own for cpu in core.cpus)),
-                nodes=tuple(nodes) if several_nodes else (),
                 cores=len(own),
                 threads=threads,
             )

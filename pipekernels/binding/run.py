@@ -52,11 +52,10 @@ def run(arguments: Sequence[str]) -> None:
     command = [program, *options.training_script_args]
     if not options.no_python:
         command = [sys.executable, "-u", *(["-m"] if options.module else []), *command]
-    cpus_and_nodes = json.dumps([(place.cpus, place.nodes) for place in found])
     options.nproc_per_node = str(len(found))
     options.module = options.no_python = options.run_path = False
     options.training_script = bound.__file__
-    options.training_script_args = [cpus_and_nodes, *command]
+    options.training_script_args = [json.dumps([place.cpus for place in found]), *command]
     try:
         torchrun.run(options)
     except ChildFailedError as error:  # Which names the script that binds.

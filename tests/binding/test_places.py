@@ -14,7 +14,7 @@ from support.hosts import (
     topology_of,
 )
 
-from pipekernels.binding.places import places, table
+from pipekernels.binding.places import Place, places, table
 from pipekernels.binding.topology import Topology, format_cpus, parse_cpus, read_topology
 
 Found = list[tuple[str, tuple[int, ...], int, int]]  # CPUs, nodes, cores, threads of each rank.
@@ -25,9 +25,14 @@ def found(
 ) -> Found:
     topology = read_topology(host(root, **shape), allowed or all_cpus(**shape))
     return [
-        (format_cpus(place.cpus), place.nodes, place.cores, place.threads)
+        (format_cpus(place.cpus), nodes_of(topology, place), place.cores, place.threads)
         for place in places(topology, ranks)
     ]
+
+
+def nodes_of(topology: Topology, place: Place) -> tuple[int, ...]:
+    own = [core.node for core in topology.cores if set(core.cpus) <= set(place.cpus)]
+    return tuple(dict.fromkeys(own))
 
 
 PLACES: dict[str, tuple[dict[str, int], Found]] = {
@@ -89,7 +94,7 @@ def test_a_container_of_six_cores_has_so_many_threads(
 ) -> None:
     topology = topology_of(tmp_path, TWO_SOCKETS, **files)
     assert topology.quota == 6.0
-    assert [(place.threads, place.nodes) for place in places(topology, 2)] == [(3, (0,)), (3, (1,))]
+    assert [place.threads for place in places(topology, 2)] == [3, 3]
     assert table(topology, places(topology, 2)).endswith("grants the time of 6 cores")
 
 
@@ -111,7 +116,7 @@ def test_more_ranks_than_cores_are_an_error(ranks: int, tmp_path: Path) -> None:
 def test_a_host_without_sysfs_has_a_core_per_cpu(tmp_path: Path) -> None:
     topology = read_topology(tmp_path, allowed=[4, 5])
     assert topology.nodes == [0] and topology.quota is None
-    assert [place.nodes for place in places(topology, 2)] == [(), ()]
+    assert [place.cpus for place in places(topology, 2)] == [(4,), (5,)]
 
 
 def test_lists_of_cpus() -> None:

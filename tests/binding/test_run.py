@@ -78,17 +78,6 @@ def test_what_cannot_be_bound_is_refused(arguments: list[str], message: str) -> 
 
 
 @pytest.mark.processes
-def test_memory_of_the_only_node_can_be_preferred() -> None:
-    """In a process of its own, as the policy stays."""
-    code = (
-        "from pipekernels.binding.bound import prefer_memory_of as prefer;"
-        "import json; print(json.dumps([prefer([0]), prefer([0, 0]), prefer([900])]))"
-    )
-    one, several, absent = json.loads(python("-c", code).stdout)
-    assert one == several and absent is not None
-
-
-@pytest.mark.processes
 def test_what_binds_imports_neither_torch_nor_the_package() -> None:
     code = f"import runpy, sys; runpy.run_path({bound.__file__!r}); print('torch' in sys.modules)"
     assert python("-c", code).stdout == "False\n"
