@@ -49,6 +49,7 @@ from pipekernels.tensor_parallel.full_layer import (
 )
 from pipekernels.tensor_parallel.functional import (
     copy_to_holders,
+    copy_to_ranks,
     gather_from_ranks,
     scatter_to_ranks,
 )
@@ -225,7 +226,7 @@ class RowParallelLinear(ShardedLinear):
         home = None if device is None else usable(device)
         full = nn.Linear(in_features, out_features, bias, home, dtype)
         super().__init__(full, Sharding(comm, invariant=invariant), skip_bias_add=skip_bias_add)
-        self.arithmetic.check_row(in_features, comm, reduce, adds_later=bias and skip_bias_add)
+        self.arithmetic.check_row(in_features, comm, reduce, bias=bias)
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce
         self._may_be_skinny = input_is_parallel and reduce == "all_reduce"
@@ -243,7 +244,7 @@ class RowParallelLinear(ShardedLinear):
             y = self._product(x, weight)
         bias: Tensor | None = self.bias
         if bias is not None and self.reduce == "reduce_scatter":
-            bias = self.arithmetic.bias_of_slices(bias, y, self.comm)
+            bias = copy_to_ranks(bias, self.comm)  # Its gradient is that of all rows.
         if self.skip_bias_add:
             return y, bias
         return y if bias is None else _with_bias(y, bias)

@@ -337,12 +337,7 @@ def test_errors(comm: Communicator) -> None:
     multiple = "a multiple of 8, but there are 72; use a multiple of 64"
     refused(multiple, column, 4, 136, blocks=[64, 72])
     refused("reduce='none' returns partial sums", row, 64, 4, bias=False, reduce="none")
-    scattered = {"comm": comm, "reduce": "reduce_scatter"}
-    message = "skip_bias_add=True: .*depends on the number of"
-    refused(message, row, 64, 4, **scattered, skip_bias_add=True)
-    layer = RowParallelLinear(64, 4, **scattered, invariant=True)
-    with pytest.raises(ValueError, match="rows into 8 slabs, but there are 12; use a mult"):
-        layer(torch.ones(12, 32))
+    refused("with a bias: .*depends on their number", row, 64, 4, reduce="reduce_scatter")
     refused("copies=2: .*at most as many ranks as there are key", column, 4, 64, copies=2)
     model = nn.Sequential(nn.Linear(4, 192), nn.GELU(), nn.Linear(192, 4))
     message = "'0' .*192 features have 8 slabs of 24; use a multi"

@@ -49,17 +49,16 @@ class Invariant(Plain):
     gradient_sum = staticmethod(exact_gradients)
 
     @staticmethod
-    def check_row(size: int, comm: Communicator, reduce: str, *, adds_later: bool) -> None:
+    def check_row(size: int, comm: Communicator, reduce: str, *, bias: bool) -> None:
         if reduce == "none":
             raise ValueError(
                 "reduce='none' returns partial sums, which differ with the number of ranks; "
                 "invariant=True needs 'all_reduce' or 'reduce_scatter'"
             )
-        if reduce == "reduce_scatter" and adds_later:
+        if reduce == "reduce_scatter" and bias:
             raise ValueError(
-                "reduce='reduce_scatter' with skip_bias_add=True: the gradient of a bias that is "
-                "added later depends on the number of ranks; invariant=True needs bias=False, or "
-                "skip_bias_add=False"
+                "reduce='reduce_scatter' with a bias: the sum of its gradient over the rows of all "
+                "ranks depends on their number; invariant=True needs bias=False, or 'all_reduce'"
             )
         check_slabs([size], comm.world_size)
 
@@ -91,18 +90,6 @@ class Invariant(Plain):
         x, weight, *biases = _as_autocast([x, weight] if bias is None else [x, weight, bias])
         added = biases[0] if biases else None
         result: Tensor = _ColumnLinear.apply(x, weight, added, comm, blocks)
-        return result
-
-    @staticmethod
-    def bias_of_slices(bias: Tensor, y: Tensor, comm: Communicator) -> Tensor:
-        """ValueError: the rows cannot be cut into slabs, by which the gradient is summed."""
-        rows = y.shape[0] * comm.world_size
-        if rows % SLABS:
-            raise ValueError(
-                "invariant=True with reduce='reduce_scatter' and a bias cuts the rows into "
-                f"{SLABS} slabs, but there are {rows}; use a multiple of {SLABS}, or bias=False"
-            )
-        result: Tensor = _BiasOfSlices.apply(bias, y.shape, y.dtype, comm)
         return result
 
     @staticmethod
@@ -184,23 +171,6 @@ class _RowLinear(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_weight = product_by_rows(rows.t(), flat.t(), slabs)
         return grad_x, grad_weight, None, None
-
-
-class _BiasOfSlices(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, bias: Tensor, shape: torch.Size, dtype: torch.dtype, comm: Communicator
-    ) -> Tensor:
-        ctx.comm, ctx.dtype = comm, dtype
-        return bias.expand(shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        check_differentiated_once(_LAYERS)
-        slabs = grad.contiguous().chunk(SLABS // ctx.comm.world_size)
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        partial = tree_sum(slab.flatten(0, -2).sum(0, dtype=wide) for slab in slabs)
-        return sum_of_ranks(partial, ctx.comm).to(ctx.dtype), None, None, None
 
 
 class _ColumnLinear(torch.autograd.Function):

@@ -68,12 +68,6 @@ class Plain:
         return wide_linear(copy_to_ranks(x, comm), weight, bias) if y is None else y
 
     @staticmethod
-    def bias_of_slices(bias: Tensor, y: Tensor, comm: Communicator) -> Tensor:
-        """``bias``, to be added to ``y``, of which each rank has a slice of the rows; the gradient
-        on every rank is that of all rows."""
-        return copy_to_ranks(bias, comm)
-
-    @staticmethod
     def looked_up(rows: Tensor) -> Tensor:
         """What a rank adds to a lookup: its own rows, and zeros for those of its peers."""
         return rows

@@ -54,8 +54,8 @@ def random_case(number: int) -> tuple[Callable[[Communicator], Results], str]:
     dtype = choose.choice(DTYPES)
     rows = choose.choice([1, 2, 4, 5, choose.randint(1, 40), 8 * choose.randint(1, 5)])
     sharded, other = 64 * choose.randint(1, 5), choose.randint(1, 90)
-    bias = choose.random() < 0.5
     kind = choose.choice(["row", "row, scattered", "column", "column, gathered", "blocks"])
+    bias = kind != "row, scattered" and choose.random() < 0.5
     torch.manual_seed(number)
     if kind.startswith("row"):
         rows = 8 * choose.randint(1, 4) if kind == "row, scattered" else rows
