@@ -28,13 +28,15 @@ from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.join.deadline import Deadline
 from pipekernels.comm.join.rendezvous import over_store
 from pipekernels.comm.messages import backends_of
-from pipekernels.comm.process_group.work import DONE, ENDED, Work
+from pipekernels.comm.process_group.work import DONE, ENDED, CopiedWork, Work
+from pipekernels.comm.tensors import to_dense
 
 _CPU = torch.device("cpu")
 
 
 def _point_to_point(name: str) -> Callable[..., dist.Work]:
-    """A call with one tensor, which must be contiguous for torch."""
+    """A call with one tensor, of any strides: Gloo reads and writes the memory of a strided one as
+    if it were contiguous."""
 
     @disable_dynamo
     def method(self: Group, tensors: list[Tensor], *args: Any) -> dist.Work:
@@ -49,8 +51,9 @@ def _point_to_point(name: str) -> Callable[..., dist.Work]:
                 "batch_isend_irecv, which else may wait for each other, only in a group of that "
                 f"backend alone; make one by new_group(backend={backend!r})"
             )
-        call: dist.Work = getattr(group, name)(tensors, *args)
-        return call
+        dense = to_dense(tensor) if is_dense(tensors) else tensor
+        call: dist.Work = getattr(group, name)([dense], *args)
+        return call if dense is tensor or name == "send" else CopiedWork(call, dense, tensor)
 
     return method
 

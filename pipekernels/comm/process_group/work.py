@@ -6,6 +6,7 @@ import concurrent.futures
 import datetime
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,3 +92,28 @@ class _Ended(dist.Work):
 
 
 ENDED = _Ended()
+
+
+class CopiedWork(dist.Work):
+    """A call of another group that fills ``dense``, whose end copies that to ``tensor``."""
+
+    def __init__(self, call: dist.Work, dense: Tensor, tensor: Tensor) -> None:
+        super().__init__()
+        self._call = call
+        self._copy: Callable[[], object] | None = functools.partial(tensor.copy_, dense)
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Wait for the call, then copy."""
+        ended = self._call.wait(timeout) if timeout else self._call.wait()
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy()
+        return ended
+
+    def is_completed(self) -> bool:
+        return self._call.is_completed()
+
+    def source_rank(self) -> int:
+        return self._call._source_rank()
+
+    _source_rank = source_rank
