@@ -1,7 +1,6 @@
-"""Overhead of the engine: of layers that do nothing, on one device, and of narrow layers.
+"""Overhead of the engine: of layers that do nothing, and of narrow layers.
 
-``no pipe`` is the bare model: on the whole batch on one device, elsewhere over the same
-micro-batches, without checkpointing.
+``no pipe`` is the bare model over the same micro-batches, without checkpointing.
 """
 
 from __future__ import annotations
@@ -27,15 +26,12 @@ NARROW = {  # Chunks and the mode of checkpointing.
 }
 CANDIDATES = {
     "no-op": ("no pipe", "8 chunks", "32 chunks"),
-    "one device": ("no pipe", "1 chunks", "4 chunks"),
     **dict.fromkeys(NARROW, ("no pipe", "pipekernels", "torchgpipe")),
 }
 QUICK = CANDIDATES
 BASE = "no pipe"
 CONDITIONS = {
     "no-op": f"{STAGES} stages of nn.Identity, forward and backward, per (stage, micro-batch)",
-    "one device": "1 stage of 8 x (Linear(512) + GELU), batch 2048, one thread, forward and "
-    "backward",
     "narrow": f"CPU time of {STAGES} stages of 4 x (Linear(64) + GELU), 32 rows per micro-batch, "
     "one thread, forward and backward",
     "timing": "candidates in turn, medians",
@@ -62,15 +58,6 @@ def _no_op(candidate: str) -> Callable[[], float]:
     return per_micro_batch
 
 
-def _one_device(candidate: str) -> Callable[[], float]:
-    x, grad = data(512, 2048)
-    if candidate == BASE:
-        return step(build(512), x, grad, threads=1)
-    chunks = int(candidate.split()[0])
-    pipe = Pipe(build(512), [16], devices=["cpu"], chunks=chunks, checkpoint="never")
-    return step(pipe, x, grad, threads=1)
-
-
 def _narrow(case: str, make: Callable[..., nn.Module] | None) -> Callable[[], float]:
     """CPU seconds of a step of a pipe, or of the loop, whose gradients are right."""
     chunks, checkpoint = NARROW[case]
@@ -95,11 +82,10 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     """The pipes of a case, beside none."""
     if case == "no-op":
         return Turns({name: _no_op(name) for name in names}, 15, 50 if options.quick else 400)
-    if case in NARROW:
-        makers = {"no pipe": None, "pipekernels": partial(Pipe, execution="inline")}
-        runners: dict[str, Any] = {n: _narrow(case, makers[n]) for n in names if n in makers}
-        peers = [name for name in names if name not in makers]
-        runners |= started({"torchgpipe": (1, _torchgpipe)}, peers, case)
-        return Turns(runners, 5, 50 if options.quick else 600)
-    warmup, rounds = (1, 4) if options.quick else (3, 33)
-    return Turns({name: _one_device(name) for name in names}, warmup, rounds)
+    makers = {"no pipe": None, "pipekernels": partial(Pipe, execution="inline")}
+    runners: dict[str, Any] = {
+        name: _narrow(case, makers[name]) for name in names if name in makers
+    }
+    peers = [name for name in names if name not in makers]
+    runners |= started({"torchgpipe": (1, _torchgpipe)}, peers, case)
+    return Turns(runners, 5, 50 if options.quick else 600)

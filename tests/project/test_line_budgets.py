@@ -18,7 +18,7 @@ BUDGETS = {
     "pipekernels/comm": 1_500,
     "pipekernels/comm/hosts": 570,
     "pipekernels/comm/join": 440,
-    "pipekernels/comm/process_group": 590,
+    "pipekernels/comm/process_group": 620,
     "pipekernels/device": 500,
     "pipekernels/huggingface": 2_170,
     "pipekernels/kernels": 660,
@@ -35,11 +35,11 @@ BUDGETS = {
     "pipekernels/tensor_parallel/arithmetic": 610,
     "pipekernels/tensor_parallel/int8": 320,
     "pipekernels/tensor_parallel/plan": 1_390,
-    "tests": 25_300,
-    "bench": 5_260,
+    "tests": 25_310,
+    "bench": 5_250,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 19_950, "core": 16_190}
+TOTALS = {"pipekernels": 19_980, "core": 16_220}
 
 
 def lines(files: Iterable[Path]) -> int:
