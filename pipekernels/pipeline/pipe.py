@@ -151,8 +151,6 @@ class Pipe(nn.Module):
             convert_deferred_batch_norm(self.partitions, self.chunks)
         self._engine = Engine(partitions, self.devices, execution)
 
-    # torch.compile supports neither lanes nor their locks.
-    @disable_dynamo
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a mini-batch.
 
@@ -184,11 +182,11 @@ class Pipe(nn.Module):
                 "a Pipe runs its layers on threads and cannot be traced or exported; trace the "
                 "model without it, pipe.to_sequential()"
             )
-        value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
-        batch = self._batch(value)
         if not self.partitions:
             return self.to_sequential()(*inputs, **kwargs)
-        return self._engine.run(batch, self.checkpoint if self.training else "never")
+        value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
+        checkpoint = self.checkpoint if self.training else "never"
+        return self._engine.run(partial(self._batch, value), checkpoint)
 
     @disable_dynamo
     def train_step(

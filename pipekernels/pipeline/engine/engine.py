@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipekernels._torch_private import (
+    disable_dynamo,
     in_backward,
     is_profiler_enabled,
     keeps_graph,
@@ -76,9 +77,12 @@ class Engine:
         # Of mini-batches that have ended, for reuse.
         self._spare = [self._latest]
 
-    def run(self, batch: Batch, checkpoint: str) -> Any:
+    # torch.compile supports neither lanes nor their locks.
+    @disable_dynamo
+    def run(self, make_batch: Callable[[], Batch], checkpoint: str) -> Any:
         """Run a mini-batch through all stages; returns the last one's value. ``checkpoint`` is one
         of ``checkpoint.MODES``."""
+        batch = make_batch()
         # A training step may be waiting for a thread that runs a backward, so a forward on such a
         # thread must not wait for the step.
         turn = _NOTHING if in_backward() else self._turns
