@@ -182,9 +182,10 @@ class Pipe(nn.Module):
                 "a Pipe runs its layers on threads and cannot be traced or exported; trace the "
                 "model without it, pipe.to_sequential()"
             )
-        if not self.partitions:
-            return self.to_sequential()(*inputs, **kwargs)
         value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
+        if not self.partitions:
+            self._batch(value)  # Checks it.
+            return self.to_sequential()(*inputs, **kwargs)
         checkpoint = self.checkpoint if self.training else "never"
         return self._engine.run(partial(self._batch, value), checkpoint)
 

@@ -81,6 +81,7 @@ def test_copies_keep_strides_and_alignment(name: str) -> None:
 @pytest.mark.parametrize(
     "seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.full)], ids=str
 )
+@pytest.mark.timeout(900)
 def test_random_layers(seeds: range) -> None:
     """Views, strides, several tensors: see :mod:`support.sweeps.pipes`."""
     assert [text for seed in seeds if (text := differs(seed)) is not None] == []
