@@ -6,16 +6,16 @@ from support.cuda.pipe_calls import own, splits, tasks_and_hand_overs
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BUDGETS = {  # Calls of functions of the package.
-    "task on a CPU, forward": 13.5,
+    "task on a CPU, forward": 10.5,
     "task on a CPU, backward": 4.5,
-    "task on one GPU, forward": 15,
+    "task on one GPU, forward": 12,
     "task on one GPU, backward": 4.5,
-    "task on two GPUs, forward": 23,
-    "task on two GPUs, backward": 21,
-    "hand-over of 1, forward": 47.5,
-    "hand-over of 1, backward": 25.5,
-    "hand-over of 8, forward": 250.5,
-    "hand-over of 8, backward": 67.5,
+    "task on two GPUs, forward": 16,
+    "task on two GPUs, backward": 17,
+    "hand-over of 1, forward": 15.5,
+    "hand-over of 1, backward": 16.5,
+    "hand-over of 8, forward": 22.5,
+    "hand-over of 8, backward": 23.5,
     "split_micro_batches": 13,
 }
 
