@@ -30,7 +30,7 @@ class SharedMemoryBackend(NativeBackend):
         all_reduce_tensor: :meth:`pipekernels.Communicator.all_reduce`, checks included, in one
             native call if possible; returns whether it was.
         empty: makes an uninitialised symmetric tensor of given sizes and dtype.
-        output: the same for a result; on a CUDA device an ordinary one if there is no room now.
+        output: the same for a result; on a CUDA device an ordinary one while it is full.
         close, abort: leave the communicator; ``abort`` tells the peers that an error is the reason.
     """
 

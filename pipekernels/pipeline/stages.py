@@ -19,7 +19,7 @@ class PipelineStage(nn.Module):
     """One stage of a :class:`PipelineParallel`: layers that run one after another on one device.
 
     Args:
-        index: the stage's position in the pipeline; a ValueError if it is no integer from 0.
+        index: the stage's position in the pipeline, from 0; a ValueError for anything else.
     """
 
     def __init__(self, index: int) -> None:

@@ -29,7 +29,7 @@ def forward_in_chunks(
     order: Sequence[str] = (),
 ) -> Any:
     """``forward(*args, **kwargs)``, computed by ``min(chunks, batch)`` calls on micro-batches, in
-    order, on the calling thread, or by one if there is no tensor to split; then the
+    order, on the calling thread, or by one without a tensor to split; then the
     DeferredBatchNorms of ``module`` commit. The guide to device maps says what is split along
     ``dim``, and joined. Keyword arguments are considered in this ``order``, then all others.
 

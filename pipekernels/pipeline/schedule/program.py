@@ -156,7 +156,7 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
 class Schedule:
     """A schedule by name, one of :data:`SCHEDULES`, for any number of stages and micro-batches;
     ``interleave`` is the number of lanes of ``'interleaved'``. A ValueError if it is missing, below
-    1 or given for another schedule, or if there is no such schedule."""
+    1 or given for another schedule, or if ``name`` is unknown."""
 
     name: str
     interleave: int | None = None

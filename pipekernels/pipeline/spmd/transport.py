@@ -46,7 +46,7 @@ def axis_of(mesh: DeviceMesh | None, name: str, replicated: Collection[str] = ()
             mesh = enclosing_mesh()
         except RuntimeError:
             raise ValueError(
-                "there is no device mesh; pass mesh= or call this inside `with mesh:`"
+                "no device mesh is active; pass mesh= or call this inside `with mesh:`"
             ) from None
     check_kind("mesh", mesh, DeviceMesh, "a DeviceMesh")
     names = mesh.mesh_dim_names or ()

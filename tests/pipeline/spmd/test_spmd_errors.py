@@ -97,7 +97,7 @@ def bad_arguments(comm: Communicator) -> None:
     with pytest.raises(TypeError, match="what module_fn returns must be an nn.Module, got int"):
         PipelineModule("pipe", 1, int, mesh=mesh)
     refused(TypeError, "mesh must be a DeviceMesh, got str", module, x, "pipe", 1)
-    refused(ValueError, "there is no device mesh; pass mesh=", module, x, None, 1)
+    refused(ValueError, "no device mesh is active; pass mesh=", module, x, None, 1)
     unnamed, other = (
         init_device_mesh("cpu", (2,), mesh_dim_names=names) for names in (None, ("data",))
     )
