@@ -93,7 +93,7 @@ class Timeline:
         clock_of: Callable[[int], Callable[[], Mark]],
     ) -> Iterator[Callable[[Action, Any], Any]]:
         """Yield a version of ``compute`` that records each action of ``program``, on any thread;
-        ``clock_of`` returns the :func:`clock` of a stage."""
+        ``clock_of`` returns the clock of a stage."""
         events: list[Event] = []
         self.phases.append(Phase(program, events))
         marks: list[tuple[Action, Mark, Mark]] = []
