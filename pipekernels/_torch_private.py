@@ -104,10 +104,8 @@ increment_version = torch._C._increment_version
 the wrapper of the same name in ``torch.autograd.graph``."""
 
 
-def is_node_of_python(node: Node) -> bool:
-    """Whether ``node`` belongs to a ``torch.autograd.Function``: then its Python object does not
-    keep the graph alive."""
-    return isinstance(node, torch._C._FunctionBase)
+PythonNode = torch._C._FunctionBase
+"""A node of a ``torch.autograd.Function``, whose Python object does not keep the graph alive."""
 
 
 def function_of(node: Node) -> type[torch.autograd.Function] | None:

@@ -83,28 +83,27 @@ class Losses:
         self._weights = shares(inputs.sizes) if mean else [1.0] * len(inputs.sizes)
         self._extras: Outputs | None = None
         self._new_extras = partial(Outputs, inputs.sizes, inputs.dim, self._weights, "loss_fn")
-        self._leaves: list[Sequence[torch.Tensor | None]] = [()] * len(inputs.sizes)
+        self._grads: list[list[torch.Tensor | None]] = [[]] * len(inputs.sizes)
         self._losses: list[torch.Tensor | None] = [None] * len(inputs.sizes)
         self._values = [torch.empty(0)] * len(inputs.sizes)
         self._required_grad = False
         # Seeded as if the loss were one more stage.
         self._seeded = partial(step.seeds.seeded, stage=len(stages.modules))
         self._modules = stages.modules
-        self._keys = {} if step.parameters is None else step.parameters.keys()
+        assert step.parameters is not None
+        self._keys = step.parameters.keys()
+        self._drop_accumulated = step.parameters.drop_accumulated
         self.parameter_grads: dict[int, torch.Tensor] = {}
 
     def collect(self, m: int, outputs: Activation) -> None:
         """Compute the loss of micro-batch ``m``; a ValueError if it is not a real scalar, a
         TypeError if it is not a tensor."""
-        leaves = [
-            tensor.detach().requires_grad_() if wants else None
-            for tensor, wants in zip(outputs.tensors, outputs.wants_grad, strict=True)
-        ]
-        tensors = [
-            # A loss may modify its input in place.
-            tensor if leaf is None else StageInput.apply(leaf)
-            for tensor, leaf in zip(outputs.tensors, leaves, strict=True)
-        ]
+        tensors = list(outputs.tensors)
+        grads: list[torch.Tensor | None] = [None] * len(tensors)
+        for i, wants in enumerate(outputs.wants_grad):
+            if wants:
+                leaf = tensors[i].detach().requires_grad_()
+                tensors[i] = StageInput.apply(leaf, grads, i, self._drop_accumulated)
         value = outputs.structure.build(tensors)
         target = self._targets.take(m, outputs.tensors[0].device)
         with self._seeded(m):
@@ -125,7 +124,7 @@ class Losses:
         self._values[m] = loss.detach()
         if loss.requires_grad:
             self._capture(loss.grad_fn)
-            self._losses[m], self._leaves[m] = loss, leaves
+            self._losses[m], self._grads[m] = loss, grads
             self._required_grad = True
 
     def _collect_extras(self, m: int, extras: Any) -> None:
@@ -137,11 +136,10 @@ class Losses:
 
     def grads(self, m: int) -> Grads:
         loss, self._losses[m] = self._losses[m], None
-        leaves, self._leaves[m] = self._leaves[m], ()
-        if loss is None:
-            return ()
-        run_backward([loss], [loss.new_full((), self._weights[m])], keep_graph=False)
-        return tuple(None if leaf is None else leaf.grad for leaf in leaves)
+        grads, self._grads[m] = self._grads[m], []
+        if loss is not None:
+            run_backward([loss], [loss.new_full((), self._weights[m])], keep_graph=False)
+        return tuple(grads)
 
     def _capture(self, root: Node | None) -> None:
         """Have a backward from ``root`` leave the gradients of aliases in ``parameter_grads``;

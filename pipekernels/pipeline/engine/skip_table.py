@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from pipekernels.pipeline.engine.transport import Receiver, Transport
+from pipekernels.pipeline.engine.transport import Transport
 from pipekernels.pipeline.stage.skip import Key, SkipRoutes
 
 Skips = Mapping[Key, tuple[torch.Tensor, bool]]
@@ -33,7 +33,7 @@ class SkipTable:
             device = self._devices[receiver]
             if skip.device != device:
                 self._source_devices[key, m] = skip.device
-                (skip,) = transport.send([skip], [device], Receiver(receiver, m))
+                (skip,) = transport.send([skip], [device], (receiver, m, False))
             self._skips[key, m] = skip, wants
             if wants:
                 self._versions[key, m] = skip._version
@@ -61,8 +61,7 @@ class SkipTable:
         for key, grad in grads.items():
             device = self._source_devices.get((key, m))
             if device is not None:
-                sender = Receiver(self._routes.sender[key], m, backward=True)
-                (grad,) = transport.send([grad], [device], sender)
+                (grad,) = transport.send([grad], [device], (self._routes.sender[key], m, True))
             self._grads[key, m] = grad
 
     def take_grads(self, keys: Sequence[Key], m: int) -> list[torch.Tensor | None]:

@@ -17,7 +17,7 @@ from pipekernels.device.profiling import in_profile
 from pipekernels.pipeline.engine.execution import Plan
 from pipekernels.pipeline.engine.skip_table import SkipTable
 from pipekernels.pipeline.engine.stages import Stages
-from pipekernels.pipeline.engine.transport import Receiver, Transport
+from pipekernels.pipeline.engine.transport import Transport
 from pipekernels.pipeline.schedule.program import Action, Program
 from pipekernels.pipeline.stage.checkpoint import checkpointing, during
 from pipekernels.pipeline.stage.context import CallerContext
@@ -95,6 +95,7 @@ class Step:
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
         self._input_grads: list[Grads] = []
         self._released = False
+        self._device = stages.devices[0]  # The current one.
         # The last attribute, so that it is destroyed after the tapes: its end releases the
         # buffers that they received.
         self._transport = Transport(stages.with_streams)
@@ -221,8 +222,6 @@ class Step:
         with recorded as observed:
             if is_profiler_enabled():
                 observed = partial(_in_profile, observed)
-            if self.stages.with_streams:
-                observed = partial(self._on_device, observed)
             begin = time.perf_counter()
             yield observed
             self._seconds += time.perf_counter() - begin
@@ -232,14 +231,16 @@ class Step:
         if self._record is not None:
             self._record(self._seconds)
 
-    def _on_device(self, compute: Compute, action: Action, value: Any) -> Any:
-        """``compute``, with the current device set to that of the action's stage."""
-        with self._transport.on(self._tasks[action.stage].device):
-            return compute(action, value)
-
     def _phase(self) -> AbstractContextManager[None]:
         """A context for a forward or a backward."""
+        self._device = self.stages.devices[0]
         return self._transport.phase() if self.stages.with_streams else _NOTHING
+
+    def _compute_on(self, device: torch.device) -> None:
+        """Make ``device`` the current one; the phase has made its stream the device's current."""
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -276,7 +277,7 @@ class Step:
             yield results
             if self._transport.arrivals:
                 for m in range(len(self.inputs.sizes)):
-                    self._transport.receive(Receiver(-1, m, backward=True))
+                    self._transport.receive((-1, m, True))
             results.append(self.inputs.joined(self._input_grads))
         finally:
             self._second_parts.clear()
@@ -292,12 +293,14 @@ class Step:
         the sink receives from the last one. Leaves its tape."""
         _, stage, m = action
         task, dropped = self._tasks[stage], m < self._dropped
+        if task.device != self._device:
+            self._compute_on(task.device)
         if inputs is None:
             inputs = self._send(self.inputs.take(m), stage, m)
         if task.received_skips:
             inputs = inputs.with_skips(self._skips.take(task.received_skips, m))
-        if self._transport.arrivals:
-            self._transport.receive(Receiver(stage, m))
+        if (stage, m, False) in self._transport.arrivals:
+            self._transport.receive((stage, m, False))
         before = versions(inputs.tensors) if dropped else []
         buffers = snapshot_buffers(task.layers) if self._dropped else []
         try:
@@ -330,13 +333,15 @@ class Step:
         sink has them; returns those of its inputs."""
         kind, stage, m = action
         task = self._tasks[stage]
+        if task.device != self._device:
+            self._compute_on(task.device)
         if kind == "W":
             second_part = self._second_parts.pop((stage, m), None)
             if second_part is not None:
                 self._autograd(task, m, partial(second_part, self._keep_graph))
             return ()
-        if self._transport.arrivals:
-            self._transport.receive(Receiver(stage, m, backward=True))
+        if (stage, m, True) in self._transport.arrivals:
+            self._transport.receive((stage, m, True))
         if grads is None:
             with self._waiting, self.seeds.in_backward():
                 grads = self._sink.grads(m)
@@ -366,7 +371,8 @@ class Step:
             skips = dict(zip(tape.received, result[n:], strict=True))
             self._skips.leave_grads(skips, m, self._transport)
             result = result[:n]
-        result = self._send_back(result, tape, stage, m)
+        if tape.sources:
+            result = self._transport.send(result, tape.sources, (stage - 1, m, True))
         if stage == 0:
             self._input_grads[m] = result
         return result
@@ -381,7 +387,9 @@ class Step:
         compute = partial(task.backward, [*tapes.values()], grads, keep_graph=self._keep_graph)
         results = self._autograd(task, None, compute)
         for (m, tape), result in zip(tapes.items(), results, strict=True):
-            self._input_grads[m] = self._send_back(result, tape, 0, m)
+            if tape.sources:
+                result = self._transport.send(result, tape.sources, (-1, m, True))
+            self._input_grads[m] = result
 
     def _autograd(self, task: Task, m: int | None, compute: Callable[[], T]) -> T:
         """Call ``compute``, which runs autograd on graphs of micro-batch ``m``, of all if None."""
@@ -420,14 +428,8 @@ class Step:
         targets = [device] * len(devices)
         if devices == targets:
             return value
-        tensors = self._transport.send(value.tensors, targets, Receiver(stage, m))
+        tensors = self._transport.send(value.tensors, targets, (stage, m, False))
         return replace(value, tensors=tensors, sources=devices)
-
-    def _send_back(self, grads: Grads, tape: Tape, stage: int, m: int) -> Grads:
-        """Start copying the gradients of the inputs of ``stage`` to where these came from."""
-        if not tape.sources:
-            return grads
-        return self._transport.send(grads, tape.sources, Receiver(stage - 1, m, backward=True))
 
 
 def _in_profile(compute: Compute, action: Action, value: Any) -> Any:

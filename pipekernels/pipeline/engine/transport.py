@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +24,8 @@ from pipekernels.device.profiling import in_profile
 from pipekernels.device.streams import Stream
 from pipekernels.pipeline.schedule.timeline import Mark, clock
 
-
-class Receiver(NamedTuple):
-    """The action that uses a copy: its stage (-1: the caller), micro-batch and direction."""
-
-    stage: int
-    micro_batch: int
-    backward: bool = False
+Receiver = tuple[int, int, bool]
+"""The action that uses a copy: its stage (-1: the caller), micro-batch, and whether a backward."""
 
 
 class Transport:
@@ -47,10 +42,6 @@ class Transport:
         if devices:
             weakref.finalize(self, settle_all).atexit = False
 
-    def on(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Compute on ``device`` in the body."""
-        return streams.using(self._streams.get(device, streams.HOST))
-
     def clock(self, device: torch.device) -> Callable[[], Mark]:
         """A clock for the work of stages on ``device``."""
         stream: Any = self._streams.get(device)
@@ -58,8 +49,8 @@ class Transport:
 
     @contextmanager
     def phase(self) -> Iterator[None]:
-        """A context for a forward or backward. Its work waits for earlier work on the caller's
-        current streams; later work there waits for it."""
+        """A context for a forward or backward, in which the stages' streams are current. Its work
+        waits for earlier work on the caller's current streams; later work there waits for it."""
         callers = streams.currents(self._streams)
         for device, stream in self._streams.items():
             _follow(stream, streams.current(device))
@@ -93,7 +84,7 @@ class Transport:
             if tensor is not None and tensor.device != target:
                 routes.setdefault((tensor.device, target), []).append(i)
         for route, indices in routes.items():
-            used = edge(*route, backward=receiver.backward)
+            used = edge(*route, backward=receiver[2])
             with in_profile("copy from %s to %s", *route):
                 copies, arrival = used.send([tensors[i] for i in indices])  # type: ignore[misc]
             self._edges.add(used)

@@ -1,29 +1,14 @@
-"""The beginning of a stage's graph: the input, its autograd node, and the gradient there."""
+"""The beginning of a stage's graph: the input, and its gradient there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 from pipekernels._torch_private import function_of
-
-
-class StageInput(torch.autograd.Function):
-    """Identity; its output may be modified in place, which autograd forbids for leaves and their
-    views."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
 
 PAST_THE_OUTPUT = (
     "a backward reaches layers of a pipe past the pipe's output: a loss uses a value that a layer "
@@ -32,37 +17,35 @@ PAST_THE_OUTPUT = (
 )
 
 
-class Leaf:
-    """An input of a stage's graph, which shares the memory of ``tensor``, and the gradient that
-    arrives there. ``foreign`` is called if it is of another backward than one of the stage.
+class StageInput(torch.autograd.Function):
+    """The input of a stage, given a leaf that has its values. The backward leaves the gradient in
+    ``grads[index]``; the list is empty but during a backward of the stage, and ``foreign`` is
+    called before the error of any other backward.
 
-    The gradient is taken on its way to ``tensor.grad``: there autograd would lay it out like the
-    tensor, and with other strides earlier stages would take other kernels, with other bits, than in
-    one graph of all stages.
+    The output may be modified in place, which autograd forbids for leaves and their views. The
+    leaf gets no gradient: autograd would lay it out like the leaf, and with other strides earlier
+    stages would take other kernels, with other bits, than in one graph of all stages.
     """
 
-    def __init__(self, tensor: torch.Tensor, foreign: Callable[[], object]) -> None:
-        self.tensor = tensor.detach().requires_grad_()
-        # The tensor refers to this node weakly; its hook must not refer to the node or the leaf.
-        self._accumulator = get_gradient_edge(self.tensor).node
-        self._grads: list[torch.Tensor | None] = []  # Empty but during a backward of the stage.
-        self._accumulator.register_prehook(partial(_keep, self._grads, foreign))
+    @staticmethod
+    def forward(
+        ctx: Any,
+        leaf: torch.Tensor,
+        grads: list[torch.Tensor | None],
+        index: int,
+        foreign: Callable[[], object],
+    ) -> torch.Tensor:
+        ctx.place = grads, index, foreign
+        return leaf.detach()
 
-    def open(self) -> None:
-        """Begin a backward of the stage."""
-        self._grads[:] = (None,)
-
-    def take(self) -> torch.Tensor | None:
-        """End the backward; returns the gradient, None if there was none."""
-        return self._grads.pop()
-
-
-def _keep(place: list[Any], foreign: Callable[[], object], grads: tuple[Any, ...]) -> tuple[None]:
-    if not place:
-        foreign()
-        raise RuntimeError(PAST_THE_OUTPUT)
-    place[:] = grads
-    return (None,)  # Nothing is left to accumulate.
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        grads, index, foreign = ctx.place
+        if not grads:
+            foreign()
+            raise RuntimeError(PAST_THE_OUTPUT)
+        grads[index] = grad
+        return None, None, None, None
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

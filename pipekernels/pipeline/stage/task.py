@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipekernels._torch_private import is_node_of_python, run_backward
+from pipekernels._torch_private import PythonNode, run_backward
 from pipekernels.pipeline.stage.checkpoint import during, recomputing
-from pipekernels.pipeline.stage.entry import Leaf, StageInput, copy_of
+from pipekernels.pipeline.stage.entry import StageInput, copy_of
 from pipekernels.pipeline.stage.error_notes import name_of
 from pipekernels.pipeline.stage.parameters import Parameters, versions
 from pipekernels.pipeline.stage.partition import layers
@@ -36,11 +36,13 @@ class Tape:
     """What a forward keeps for its backward.
 
     ``roots`` are graph edges, not tensors, so that an output's memory can be freed before the
-    backward. If the stage returns an input unchanged, its root is that leaf tensor. A checkpointed
-    forward has ``inputs`` and ``nodes`` instead of leaves and roots.
+    backward; of a parameter that the stage returns, itself. A checkpointed forward has ``inputs``
+    and ``nodes`` instead of leaves and roots.
     """
 
-    leaves: Sequence[Leaf | None] = ()
+    leaves: Sequence[torch.Tensor | None] = ()
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+    """Those of the leaves, during a backward."""
     roots: Sequence[Root | None] = ()
     inputs: Activation | None = None
     nodes: Sequence[type] = ()
@@ -78,21 +80,6 @@ class Tape:
         self.inputs, self.versions, self.nodes = inputs, versions, self.kinds()
         self.leaves = self.roots = ()
 
-    def rooted(self, grads: Grads) -> list[tuple[Root, torch.Tensor]]:
-        """The roots that get gradients, with those, of ``grads`` of the outputs."""
-        pairs = zip(self.roots, grads, strict=True)
-        return [(root, grad) for root, grad in pairs if root is not None and grad is not None]
-
-    def open(self) -> None:
-        """Begin a backward."""
-        for leaf in self.leaves:
-            if leaf is not None:
-                leaf.open()
-
-    def take(self) -> Grads:
-        """End the backward; returns the gradients of the inputs."""
-        return tuple([None if leaf is None else leaf.take() for leaf in self.leaves])
-
 
 def _root(tensor: torch.Tensor) -> Root | None:
     if not tensor.requires_grad:
@@ -100,9 +87,9 @@ def _root(tensor: torch.Tensor) -> Root | None:
     node = tensor.grad_fn
     if node is None:
         return tensor
-    if is_node_of_python(node):
-        # A node written in Python is freed unless something owns it. The edge does, by its
-        # ownership_token, which torch 2.6 lacks: there keep the tensor.
+    if isinstance(node, PythonNode):
+        # Freed unless something owns it. The edge does, by its ownership_token, which torch 2.6
+        # lacks: there keep the tensor.
         return get_gradient_edge(tensor) if "ownership_token" in GradientEdge._fields else tensor
     return GradientEdge(node, tensor.output_nr)
 
@@ -160,9 +147,8 @@ class Task:
                     "pipe, or make a new one of pipe.to_sequential()"
                 )
         self.layers = [layer for _, stage in self.stages for layer in stage.modules()]
-        self._needs_entry = any(map(_may_modify_inputs, self.layers))
         # None: unknown until the first clone has been used.
-        self.overwrites_input = None if self._needs_entry else False
+        self.overwrites_input = None if any(map(_may_modify_inputs, self.layers)) else False
 
     def forward(
         self,
@@ -190,13 +176,18 @@ class Task:
                 tensors = tuple([copy_of(tensor) for tensor in tensors])
             before = versions(tensors)
         n = len(tensors) - len(inputs.skips)
-        leaves: list[Leaf | None] = []
+        leaves: list[torch.Tensor | None] = []
+        found: list[torch.Tensor | None] = []
         carrying: AbstractContextManager[dict[Key, Any]] = _NO_SKIPS
         grad = parameters is not None
         with _NOTHING if alone else torch.enable_grad() if grad else torch.no_grad():
-            args: Sequence[torch.Tensor] = tensors
+            args = list(tensors)
             if parameters is not None:
-                leaves, args = self._enter(tensors, inputs.wants_grad, parameters)
+                for i, wants in enumerate(inputs.wants_grad):
+                    leaf = tensors[i].detach().requires_grad_() if wants else None
+                    leaves.append(leaf)
+                    if leaf is not None:
+                        args[i] = StageInput.apply(leaf, found, i, parameters.drop_accumulated)
             if any(self._skips):
                 given = dict(zip(inputs.skips, args[n:], strict=True))
                 carrying = carried(dict.fromkeys(self.received_skips) | given)
@@ -216,6 +207,7 @@ class Task:
         roots = [_root(tensor) for tensor in outputs] if grad else [None] * len(outputs)
         tape = Tape(
             leaves,
+            found,
             roots,
             received=inputs.skips,
             sent=sent,
@@ -249,14 +241,18 @@ class Task:
     ) -> list[Grads]:
         """Accumulate into the parameters' aliases; returns the gradients of each tape's inputs,
         given those of its outputs. Autograd takes the latest forward first."""
-        rooted = [pair for tape, of in zip(tapes, grads, strict=True) for pair in tape.rooted(of)]
-        for tape in tapes:
-            tape.open()
+        rooted = []
+        for tape, of in zip(tapes, grads, strict=True):
+            tape.grads[:] = [None] * len(tape.leaves)
+            pairs = zip(tape.roots, of, strict=True)
+            rooted += [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
         try:
             if rooted:
                 run_backward(*zip(*rooted, strict=True), keep_graph=keep_graph)
         finally:  # Another backward may use the graphs of one that failed.
-            results = [tape.take() for tape in tapes]
+            results = [tuple(tape.grads) for tape in tapes]
+            for tape in tapes:
+                tape.grads.clear()
         return results
 
     def backward_of_inputs(
@@ -264,29 +260,18 @@ class Task:
     ) -> tuple[Grads, WeightBackward | None]:
         """Run the backward's first part; returns the gradients of the inputs and the second part,
         which accumulates into the parameters' aliases. It is None if the whole backward was run."""
-        rooted = tape.rooted(grads)
-        leaves = [leaf.tensor for leaf in tape.leaves if leaf is not None]
-        if rooted and leaves and all(isinstance(root, GradientEdge) for root, _ in rooted):
-            tape.open()
+        leaves = [leaf for leaf in tape.leaves if leaf is not None]
+        pairs = zip(tape.roots, grads, strict=True)
+        rooted = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
+        if leaves and rooted and all(isinstance(root, GradientEdge) for root, _ in rooted):
+            tape.grads[:] = [None] * len(tape.leaves)
             roots, root_grads = zip(*rooted, strict=True)
             second_part = backward_of_inputs(roots, root_grads, leaves)
             if second_part is not None:
-                return tape.take(), second_part
+                result = tuple(tape.grads)
+                tape.grads.clear()
+                return result, second_part
         return self.backward([tape], [grads], keep_graph=keep_graph)[0], None
-
-    def _enter(
-        self, tensors: Sequence[torch.Tensor], wants_grad: Sequence[bool], parameters: Parameters
-    ) -> tuple[list[Leaf | None], list[torch.Tensor]]:
-        """The beginnings of a graph at ``tensors``, and what the layers get in their place."""
-        leaves: list[Leaf | None] = []
-        args = []
-        for tensor, wants in zip(tensors, wants_grad, strict=True):
-            leaf = Leaf(tensor, parameters.drop_accumulated) if wants else None
-            leaves.append(leaf)
-            if leaf is not None:
-                tensor = StageInput.apply(leaf.tensor) if self._needs_entry else leaf.tensor
-            args.append(tensor)
-        return leaves, args
 
 
 def _spread(stage: nn.Sequential, value: Arguments) -> Any:

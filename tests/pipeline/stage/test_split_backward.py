@@ -129,8 +129,10 @@ def test_an_output_that_does_not_depend_on_the_inputs() -> None:
 
 def test_a_graph_with_the_entry_of_a_stage_can_be_split() -> None:
     leaf = torch.randn(4, 6).requires_grad_()
-    root = nn.Linear(6, 6)(StageInput.apply(leaf).mul_(2)).sum()
+    grads: list[torch.Tensor | None] = [None]
+    root = nn.Linear(6, 6)(StageInput.apply(leaf, grads, 0, list).mul_(2)).sum()
     assert backward_of_inputs([get_gradient_edge(root)], [torch.ones(())], [leaf]) is not None
+    assert grads[0] is not None and grads[0].shape == leaf.shape
 
 
 def test_a_graph_keeps_no_gradient() -> None:
