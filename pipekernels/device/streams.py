@@ -87,6 +87,12 @@ def make_current(found: Iterable[Stream]) -> None:
             torch.cuda.set_stream(stream)
 
 
+def make_device_current(device: torch.device) -> None:
+    """Make ``device`` the current CUDA device, if it is one."""
+    if has_streams(device):
+        torch.cuda.set_device(device)
+
+
 def external(device: torch.device, handle: int) -> Stream:
     """The stream of ``device`` that the extension knows by ``handle``."""
     if not has_streams(device):

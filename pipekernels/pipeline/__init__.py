@@ -16,7 +16,7 @@ from pipekernels.pipeline.spmd.execute import (
     execute_pipeline,
     execute_pipeline_step,
 )
-from pipekernels.pipeline.stage.checkpoint import is_checkpointing, is_recomputing
+from pipekernels.pipeline.stage.context import is_checkpointing, is_recomputing
 from pipekernels.pipeline.stages import PipelineParallel, PipelineStage
 from pipekernels.pipeline.values.structure import NoChunk, register_split
 

@@ -24,7 +24,7 @@ from pipekernels.pipeline.engine.losses import Losses, LossFunction, Targets
 from pipekernels.pipeline.schedule.program import Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.batchnorm import convert_deferred_batch_norm
-from pipekernels.pipeline.stage.checkpoint import MODES
+from pipekernels.pipeline.stage.context import MODES
 from pipekernels.pipeline.stage.parameters import identity
 from pipekernels.pipeline.stage.partition import (
     check_sequential,

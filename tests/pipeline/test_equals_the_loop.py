@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipekernels import Communicator, Pipe, move_to_device, parallelize_pipeline
 from pipekernels.pipeline.engine.lanes import intra_op_threads
-from pipekernels.pipeline.stage.checkpoint import MODES
+from pipekernels.pipeline.stage.context import MODES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,8 +21,7 @@ from pipekernels._torch_private import (
 )
 from pipekernels.device.streams import has_streams
 from pipekernels.local_ops.transforms import check_differentiated_once
-from pipekernels.pipeline.engine.auto import Signature
-from pipekernels.pipeline.engine.execution import Executions
+from pipekernels.pipeline.engine.execution import Executions, Signature
 from pipekernels.pipeline.engine.losses import Losses
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.engine.step import Step

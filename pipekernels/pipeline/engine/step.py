@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from pipekernels._torch_private import is_profiler_enabled
+from pipekernels.device import streams
 from pipekernels.device.autocast import cast_cache
 from pipekernels.device.profiling import in_profile
 from pipekernels.pipeline.engine.execution import Plan
@@ -19,12 +20,11 @@ from pipekernels.pipeline.engine.skip_table import SkipTable
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.engine.transport import Transport
 from pipekernels.pipeline.schedule.program import Action, Program
-from pipekernels.pipeline.stage.checkpoint import checkpointing, during
-from pipekernels.pipeline.stage.context import CallerContext
+from pipekernels.pipeline.stage.context import CallerContext, checkpointing, during
 from pipekernels.pipeline.stage.error_notes import note_backward, note_layer
 from pipekernels.pipeline.stage.parameters import Parameters, versions
 from pipekernels.pipeline.stage.random_state import preserved
-from pipekernels.pipeline.stage.recomputation import drop_unchanged_copies, snapshot_buffers
+from pipekernels.pipeline.stage.recomputation import Values, buffers_now
 from pipekernels.pipeline.stage.skip import SkipRoutes
 from pipekernels.pipeline.stage.split_backward import WeightBackward
 from pipekernels.pipeline.stage.task import Tape, Task
@@ -85,6 +85,7 @@ class Step:
         self._context: CallerContext | None = None
         # Versions of the parameters after the forward, if backwards recompute.
         self._parameter_versions: list[list[int]] = []
+        self._buffer_values: Values = {}
         self._tapes: list[list[Tape | None]] = [[None] * len(inputs.sizes) for _ in self._tasks]
         self._skips = (
             SkipTable(stages.skips, stages.devices) if stages.skips.receiver else _NO_SKIPS
@@ -239,8 +240,7 @@ class Step:
     def _compute_on(self, device: torch.device) -> None:
         """Make ``device`` the current one; the phase has made its stream the device's current."""
         self._device = device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        streams.make_device_current(device)
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -302,7 +302,7 @@ class Step:
         if (stage, m, False) in self._transport.arrivals:
             self._transport.receive((stage, m, False))
         before = versions(inputs.tensors) if dropped else []
-        buffers = snapshot_buffers(task.layers) if self._dropped else []
+        buffers = buffers_now(task.layers, self._buffer_values) if dropped else []
         try:
             with during(checkpointing) if dropped else _NOTHING:
                 outputs, tape = task.forward(
@@ -313,11 +313,7 @@ class Step:
             raise
         if dropped:
             tape.keep_only(inputs, before)
-        if buffers:
-            earlier = [tape.buffers for tape in self._tapes[stage] if tape is not None]
-            drop_unchanged_copies(buffers, earlier)
-            if dropped:
-                tape.buffers = buffers
+            tape.buffers = buffers
         if any(outputs.wants_grad):
             self._tapes[stage][m] = tape
         if outputs.skips:

@@ -13,7 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from pipekernels._arguments import check_kind, integer, whole
 from pipekernels._torch_private import BatchNormBase
-from pipekernels.pipeline.stage.checkpoint import is_recomputing
+from pipekernels.pipeline.stage.context import is_recomputing
 
 
 class DeferredBatchNorm(BatchNormBase):

@@ -1,15 +1,46 @@
-"""The caller's thread-local torch state, applied on the threads of lanes and in recomputations."""
+"""State of the calling thread: whether it recomputes, and what torch keeps for it, which is applied
+on the threads of lanes and in recomputations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 
 import torch
 
 from pipekernels._torch_private import DeviceContext, function_modes, has_saved_tensors_hooks
 from pipekernels.device import autocast
 from pipekernels.local_ops.dispatch import is_observed
+
+MODES = ("always", "except_last", "never")
+"""Which micro-batches drop their activations (activation checkpointing, Chen et al., 2016)."""
+
+checkpointing = ContextVar("pipekernels_checkpointing", default=False)
+"""Whether the calling thread's forward is a checkpointed one."""
+
+recomputing = ContextVar("pipekernels_recomputing", default=False)
+"""Whether the calling thread's forward is a recomputation."""
+
+
+def is_checkpointing() -> bool:
+    """Whether the calling thread runs a stage's forward whose activations are dropped."""
+    return checkpointing.get()
+
+
+def is_recomputing() -> bool:
+    """Whether the calling thread recomputes a stage's forward, as part of the backward."""
+    return recomputing.get()
+
+
+@contextmanager
+def during(phase: ContextVar[bool]) -> Iterator[None]:
+    """Mark the body as ``phase``."""
+    token = phase.set(True)
+    try:
+        yield
+    finally:
+        phase.reset(token)
 
 
 class CallerContext:

@@ -12,13 +12,13 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipekernels._torch_private import PythonNode, run_backward
-from pipekernels.pipeline.stage.checkpoint import during, recomputing
+from pipekernels.pipeline.stage.context import during, recomputing
 from pipekernels.pipeline.stage.entry import StageInput, copy_of
 from pipekernels.pipeline.stage.error_notes import name_of
 from pipekernels.pipeline.stage.parameters import Parameters, versions
 from pipekernels.pipeline.stage.partition import layers
 from pipekernels.pipeline.stage.random_state import Seeds
-from pipekernels.pipeline.stage.recomputation import BufferSnapshot, buffers_of_forward
+from pipekernels.pipeline.stage.recomputation import Buffer, buffers_of_forward
 from pipekernels.pipeline.stage.skip import Key, carried, skips_of
 from pipekernels.pipeline.stage.split_backward import WeightBackward, backward_of_inputs
 from pipekernels.pipeline.values.micro_batch import Activation, Grads
@@ -55,7 +55,7 @@ class Tape:
     """Number of output tensors without skips."""
     sources: Sequence[torch.device] = ()
     """The devices to which gradients of inputs go, if to others."""
-    buffers: Sequence[BufferSnapshot] = ()
+    buffers: Sequence[Buffer] = ()
     """Buffers before a checkpointed forward, for its recomputation."""
     versions: Sequence[int] = ()
     """Those of ``inputs``, before the forward."""

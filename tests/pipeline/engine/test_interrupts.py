@@ -11,7 +11,7 @@ from torch import nn
 
 from pipekernels.batchnorm import DeferredBatchNorm
 from pipekernels.pipeline.engine import lanes
-from pipekernels.pipeline.stage.checkpoint import is_checkpointing, is_recomputing
+from pipekernels.pipeline.stage.context import is_checkpointing, is_recomputing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

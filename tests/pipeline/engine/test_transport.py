@@ -23,7 +23,7 @@ from pipekernels import NoChunk, Pipe, move_to_device, parallelize_pipeline
 from pipekernels.device import edge, streams
 from pipekernels.ops import p2p_copy
 from pipekernels.pipeline.schedule.program import SCHEDULES
-from pipekernels.pipeline.stage.checkpoint import MODES
+from pipekernels.pipeline.stage.context import MODES
 from pipekernels.skip import Namespace
 
 CPU, GPU, OTHER = "cpu", "cuda:0", "cuda:1"
@@ -121,6 +121,29 @@ def run(
 @pytest.mark.parametrize("devices", PLACEMENTS, ids=" ".join)
 def test_placements(devices: list[str], schedule: str | None, checkpoint: str) -> None:
     run(devices, 4, checkpoint, schedule, CPU, machine())
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+def test_layers_run_on_the_current_device(schedule: str | None) -> None:
+    seen = []
+    with machine() as made:
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            seen.append((x.device, made.device))
+            return x.sin()
+
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), FunctionLayer(layer)) for _ in range(4)]
+        places = [OTHER, GPU, CPU, GPU]
+        pipe = Pipe(nn.Sequential(*layers), [1] * 4, devices=places, chunks=3, checkpoint="always")
+        made.placing = False
+        x = p2p_copy(torch.ones(6, WIDTH), OTHER)
+        if schedule is None:
+            pipe(x).sum().backward()
+        else:
+            pipe.train_step(x, None, torch.sum, schedule=schedule, loss_reduction="sum")
+        assert made.device == torch.device(GPU)
+    assert len(seen) == 4 * 3 * 2  # Stages, micro-batches, forwards and recomputations.
+    assert all(of == current for of, current in seen if of.type == "cuda")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from support.function_layer import FunctionLayer
 from support.pipes import Pipe, on_cpus
 from torch import nn
 
-from pipekernels.pipeline.stage.checkpoint import is_recomputing
+from pipekernels.pipeline.stage.context import is_recomputing
 
 
 class Unhappy(ArithmeticError):

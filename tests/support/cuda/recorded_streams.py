@@ -125,6 +125,7 @@ class Machine:
         self._memory: dict[int, Memory] = {}
         self._default: dict[torch.device, Agent] = {}
         self._current: dict[torch.device, Agent] = {}
+        self.device = torch.device("cuda", 0)  # The current one.
         self._factory: torch.device | None = None
         self._is_unseen = False
 
@@ -141,11 +142,16 @@ class Machine:
         return self._current.get(device) or self.default(device)
 
     def currents(self, devices: Iterable[torch.device]) -> list[Any]:
-        return [self.current(device) for device in devices]
+        return [self.current(device) for device in (*devices, self.device)]
 
     def make_current(self, found: Iterable[Any]) -> None:
         for stream in found:
             self._current[stream.device] = stream
+            self.device = stream.device
+
+    def make_device_current(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            self.device = device
 
     def new(self, device: torch.device) -> Any:
         if device.type != "cuda":
@@ -419,7 +425,14 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
 
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name in ("current", "currents", "default", "make_current", "using"):
+        for name in (
+            "current",
+            "currents",
+            "default",
+            "make_current",
+            "using",
+            "make_device_current",
+        ):
             patch.setattr(streams, name, getattr(made, name))
         patch.setattr(streams, "external", lambda device, handle: handle)
         patch.setattr(streams, "current_handle", made.current)
