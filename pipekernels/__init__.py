@@ -23,7 +23,14 @@ from pipekernels.pipeline import (
     unparallelize_module,
     unparallelize_pipeline,
 )
-from pipekernels.tensor_parallel import ColumnParallelLinear, RowParallelLinear, tensor_parallelize
+from pipekernels.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    full_state_dict,
+    load_pretrained,
+    plan_for,
+    tensor_parallelize,
+)
 
 __all__ = [
     "CollectiveBarrier",
@@ -42,16 +49,23 @@ __all__ = [
     "batchnorm",
     "execute_pipeline",
     "execute_pipeline_step",
+    "full_state_dict",
     "get_device",
     "is_checkpointing",
     "is_recomputing",
+    "load_pretrained",
     "move_to_device",
     "ops",
     "parallelize_module",
     "parallelize_pipeline",
+    "plan_for",
     "register_split",
     "skip",
     "tensor_parallelize",
     "unparallelize_module",
     "unparallelize_pipeline",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -61,6 +61,14 @@ class Communicator(Collectives):
     arguments is raised before any communication, on that rank only.
     """
 
+    def __new__(cls, *parts: Any) -> Self:
+        if not parts:
+            raise TypeError(
+                "a Communicator is made by Communicator.from_process_group() in a program that "
+                "torchrun starts, by from_store(), or by threads(n), for n threads of this process"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         cpu_backend: CpuBackend,

@@ -19,12 +19,12 @@ from pipekernels.balance.blockpartition import lengths
 from pipekernels.device.streams import usable
 from pipekernels.local_ops.transforms import deny_tangents
 from pipekernels.pipeline.engine.engine import Engine
-from pipekernels.pipeline.engine.execution import EXECUTIONS
+from pipekernels.pipeline.engine.execution import EXECUTIONS, Execution
 from pipekernels.pipeline.engine.losses import Losses, LossFunction, Targets
-from pipekernels.pipeline.schedule.program import Schedule
+from pipekernels.pipeline.schedule.program import Schedule, ScheduleName
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.batchnorm import convert_deferred_batch_norm
-from pipekernels.pipeline.stage.context import MODES
+from pipekernels.pipeline.stage.context import MODES, Mode
 from pipekernels.pipeline.stage.parameters import identity
 from pipekernels.pipeline.stage.partition import (
     check_sequential,
@@ -34,7 +34,7 @@ from pipekernels.pipeline.stage.partition import (
 )
 from pipekernels.pipeline.stage.skip import verify_skippables
 from pipekernels.pipeline.values.micro_batch import Batch
-from pipekernels.pipeline.values.structure import Arguments, arguments_of, flatten
+from pipekernels.pipeline.values.structure import Arguments, arguments_of, check_keywords, flatten
 
 Device = torch.device | int | str
 
@@ -49,8 +49,9 @@ class Pipe(nn.Module):
     """Runs an ``nn.Sequential`` as a pipeline: its layers are cut into stages, each input into
     micro-batches, and stages work on different micro-batches at the same time::
 
-        pipe = Pipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)
-        output = pipe(input)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+        pipe = Pipe(model, balance=[2, 2], devices=["cpu", "cpu"], chunks=8)
+        pipe(torch.randn(32, 64)).sum().backward()
 
     The interface is fairscale's and torchgpipe's, the schedule GPipe's (Huang et al., 2019). The
     pipe's layers are the module's own. To autograd it is one node; gradients have the bits of a
@@ -102,10 +103,10 @@ class Pipe(nn.Module):
         *,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: Mode = "except_last",
         deferred_batch_norm: bool = False,
         batch_dim: int = 0,
-        execution: str = "auto",
+        execution: Execution = "auto",
     ) -> None:
         super().__init__()
         check_sequential(module)
@@ -168,7 +169,8 @@ class Pipe(nn.Module):
             input itself.
 
         Raises:
-            TypeError: there is no tensor in the input, or in what a stage returns.
+            TypeError: there is no tensor in the input, or in what a stage returns, or the first
+                layer has no argument of a name.
             ValueError: the input cannot be split: no batch dimension, or batch sizes differ; or
                 the outputs of micro-batches cannot be joined along ``batch_dim``.
             RuntimeError: inside a transform of ``torch.func``, or with tangents (forward-mode
@@ -196,7 +198,7 @@ class Pipe(nn.Module):
         target: Any,
         loss_fn: LossFunction,
         *,
-        schedule: str = "1f1b",
+        schedule: ScheduleName = "1f1b",
         lanes: int | None = None,
         loss_reduction: str = "mean",
     ) -> Any:
@@ -259,6 +261,8 @@ class Pipe(nn.Module):
                 "former one; replace layers in it instead, pipe.partitions[i][j] = layer, or make "
                 "a new pipe"
             )
+        if type(value) is Arguments and value.kwargs and self.partitions:
+            check_keywords(self[0], value.kwargs)
         tensors, structure = flatten(value, "input", chunks=self.chunks)
         if in_forward_mode():
             deny_tangents("a Pipe", chain(tensors, self.parameters()))

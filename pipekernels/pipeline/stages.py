@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from pipekernels._arguments import check_kind, integer
+from pipekernels.pipeline.engine.execution import Execution
 from pipekernels.pipeline.pipe import Pipe
+from pipekernels.pipeline.stage.context import Mode
 from pipekernels.pipeline.stage.partition import check_sequential, does_more
 from pipekernels.pipeline.values.micro_batch import Batch
 
@@ -67,8 +69,8 @@ class PipelineParallel(Pipe):
         stages: Iterable[PipelineStage],
         num_micro_batches: int,
         *,
-        checkpoint: str = "never",
-        execution: str = "auto",
+        checkpoint: Mode = "never",
+        execution: Execution = "auto",
     ) -> None:
         ordered = _in_order(stages)
         chunks = integer("num_micro_batches", num_micro_batches)

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -28,7 +28,8 @@ from pipekernels.pipeline.stage.random_state import AuditedSeeds, HookedSeeds, L
 
 _log = logging.getLogger(__name__)
 
-EXECUTIONS = ("auto", "inline", "threads", "split")
+Execution = Literal["auto", "inline", "threads", "split"]
+EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
 """``auto``: whichever measures fastest; ``inline``: on the calling thread; ``threads``: a thread
 per lane; ``split``: also with backwards in two parts where possible."""
 

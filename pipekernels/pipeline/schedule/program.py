@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from pipekernels._arguments import integer
 
+ScheduleName = Literal["gpipe", "1f1b", "1F1B", "interleaved", "zb-h1"]
 ActionKind = Literal["F", "B", "I", "W"]
 
 
@@ -162,6 +163,7 @@ class Schedule:
     interleave: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", str(self.name).lower())  # 1F1B as its authors write it.
         if self.name not in SCHEDULES:
             raise ValueError(f"schedule is {self.name!r}; it must be one of {', '.join(SCHEDULES)}")
         if (self.interleave is not None) != (self.name == "interleaved"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Literal, get_args
 
 import torch
 
@@ -13,7 +14,8 @@ from pipekernels._torch_private import DeviceContext, function_modes, has_saved_
 from pipekernels.device import autocast
 from pipekernels.local_ops.dispatch import is_observed
 
-MODES = ("always", "except_last", "never")
+Mode = Literal["always", "except_last", "never"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 """Which micro-batches drop their activations (activation checkpointing, Chen et al., 2016)."""
 
 checkpointing = ContextVar("pipekernels_checkpointing", default=False)

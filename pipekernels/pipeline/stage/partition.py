@@ -29,7 +29,11 @@ def check_sequential(module: nn.Module) -> None:
     layers."""
     kind = type(module).__name__
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module must be an nn.Sequential, not {kind}")
+        raise TypeError(
+            f"module must be an nn.Sequential of layers, not {kind}; of any other model, "
+            "tensor_parallelize(model) shards the layers over ranks, and "
+            "parallelize_pipeline(model, module_to_device) places its modules on devices"
+        )
     if does_more(module, nn.Sequential):
         raise TypeError(
             f"the {kind} has its own forward, parameters, buffers or hooks, beyond its layers, and "

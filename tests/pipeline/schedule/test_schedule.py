@@ -159,3 +159,4 @@ def test_unknown_schedules() -> None:
         Schedule("f1b1")
     with pytest.raises(ValueError, match="multiple"):
         Schedule("interleaved", 2).program(3, 4)
+    assert Schedule("1F1B") == Schedule("1f1b")
