@@ -89,7 +89,7 @@ def make_current(found: Iterable[Stream]) -> None:
 
 def make_device_current(device: torch.device) -> None:
     """Make ``device`` the current CUDA device, if it is one."""
-    if has_streams(device):
+    if device.type == "cuda":
         torch.cuda.set_device(device)
 
 

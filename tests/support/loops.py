@@ -12,7 +12,6 @@ from torch.utils import _pytree
 from pipekernels import NoChunk
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.schedule.program import SCHEDULES
-from pipekernels.pipeline.stage.random_state import task_seed
 
 # How a model is run: a forward and one backward, or two, or none; a step of each schedule.
 WAYS = ("forward", "two backwards", "no_grad", "inference_mode", *SCHEDULES)
@@ -20,6 +19,11 @@ WAYS = ("forward", "two backwards", "no_grad", "inference_mode", *SCHEDULES)
 
 def leaves_of(value: Any, of: type) -> list[Any]:
     return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, of)]
+
+
+def task_seed(base: int, stage: int, micro_batch: int) -> int:
+    """Of a stage on a micro-batch of the mini-batch that drew ``base``."""
+    return base + stage * 0x9E3779B1 + micro_batch * 0x85EBCA77
 
 
 def loss_of(output: Any) -> Tensor:

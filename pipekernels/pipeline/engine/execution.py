@@ -24,7 +24,12 @@ from pipekernels.pipeline.engine import lanes
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.schedule.program import Action, Program, Schedule, order_of_issue
 from pipekernels.pipeline.stage.context import needs_this_thread
-from pipekernels.pipeline.stage.random_state import AuditedSeeds, HookedSeeds, LaneSeeds, Seeds
+from pipekernels.pipeline.stage.random_state import (
+    Seeds,
+    audited_seeds,
+    hooked_seeds,
+    lane_seeds,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -128,12 +133,13 @@ class Plan:
         self.tasks = [stages.fused] if self.is_fused and stages.fused else stages.tasks
         split = execution == "split"
         self.program = schedule.program(len(self.tasks), micro_batches, split=split)
-        kind: type[Seeds] = HookedSeeds if self.program.splits else Seeds
+        self.make_seeds = partial(Seeds, stages.generators)
         if execution == FIRST:
-            kind = AuditedSeeds
+            self.make_seeds = partial(audited_seeds, stages.generators, stages.observed)
         elif self._on_lanes:
-            kind = LaneSeeds
-        self.make_seeds = partial(kind, stages.generators, stages.observed)
+            self.make_seeds = partial(lane_seeds, stages.generators, stages.observed)
+        elif self.program.splits:
+            self.make_seeds = partial(hooked_seeds, stages.generators, stages.observed)
         self._waits = stages.done_when_issued if stages.with_streams else None
 
     def run(self, program: Program, compute: Callable[[Action, Any], Any]) -> None:

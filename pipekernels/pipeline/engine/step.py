@@ -96,7 +96,7 @@ class Step:
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
         self._input_grads: list[Grads] = []
         self._released = False
-        self._device = stages.devices[0]  # The current one.
+        self._device = stages.devices[0]  # The current one, with its stream (Transport.phase).
         # The last attribute, so that it is destroyed after the tapes: its end releases the
         # buffers that they received.
         self._transport = Transport(stages.with_streams)
@@ -237,11 +237,6 @@ class Step:
         self._device = self.stages.devices[0]
         return self._transport.phase() if self.stages.with_streams else _NOTHING
 
-    def _compute_on(self, device: torch.device) -> None:
-        """Make ``device`` the current one; the phase has made its stream the device's current."""
-        self._device = device
-        streams.make_device_current(device)
-
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """Have layers use their aliases in recomputations, in the body. RuntimeError if what a
@@ -294,7 +289,8 @@ class Step:
         _, stage, m = action
         task, dropped = self._tasks[stage], m < self._dropped
         if task.device != self._device:
-            self._compute_on(task.device)
+            self._device = task.device
+            streams.make_device_current(task.device)
         if inputs is None:
             inputs = self._send(self.inputs.take(m), stage, m)
         if task.received_skips:
@@ -330,7 +326,8 @@ class Step:
         kind, stage, m = action
         task = self._tasks[stage]
         if task.device != self._device:
-            self._compute_on(task.device)
+            self._device = task.device
+            streams.make_device_current(task.device)
         if kind == "W":
             second_part = self._second_parts.pop((stage, m), None)
             if second_part is not None:

@@ -5,8 +5,8 @@ an order that changes from run to run, and a recomputation would see other dropo
 forward. Here every task has its own seed, derived from one number that each forward of the
 pipe draws from the default CPU generator:
 
-* on one thread the generators are simply seeded before each task (:class:`Seeds`);
-* on a lane they are seeded around each random function, under a lock (:class:`LaneSeeds`).
+* on one thread the generators are simply seeded before each task;
+* on a lane they are seeded around each random function, under a lock (:class:`LaneRandom`).
 
 Both give the same numbers. As torch.utils.checkpoint, this leaves all other generators alone.
 """
@@ -32,12 +32,6 @@ from pipekernels._torch_private import no_function_modes
 _generator_lock: Any = threading.RLock()
 # A lane, a thread only of the parent, may have held it.
 os.register_at_fork(after_in_child=_generator_lock._at_fork_reinit)
-
-
-def task_seed(base: int, stage: int, micro_batch: int) -> int:
-    """Seed of one (stage, micro-batch) of the mini-batch that drew ``base``. The odd strides make
-    seeds distinct."""
-    return (base + stage * 0x9E3779B1 + micro_batch * 0x85EBCA77) & 0x7FFFFFFFFFFFFFFF
 
 
 def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
@@ -78,7 +72,8 @@ _RANDOM: dict[Any, list[tuple[int, str, Any]]] = {
     F.multi_head_attention_forward: [(10, "dropout_p", 0.0)],
 }
 _TENSOR_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
-_NOTHING: AbstractContextManager[None] = nullcontext()
+Context = AbstractContextManager[Any]
+_NOTHING: Context = nullcontext()
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -235,61 +230,50 @@ def _set(setter: Callable[..., Any], *args: Any) -> Any:
 
 
 class Seeds:
-    """The random numbers of one mini-batch, on one thread. The constructor draws a number from the
-    default CPU generator.
+    """The random numbers of one mini-batch. The constructor draws a number from the default CPU
+    generator.
 
     Args:
-        generators: those that tasks draw from.
-        observed: what the mini-batch finds out; not used on one thread.
+        generators: seeded before each task.
+        forward: makes, of the seed, a context for a task's forward or its recomputation.
+        backward: makes a context in which autograd runs a stage's backward.
     """
 
     def __init__(
-        self, generators: Sequence[torch.Generator], observed: Observed | None = None
+        self,
+        generators: Sequence[torch.Generator],
+        forward: Callable[[int], Context] | None = None,
+        backward: Callable[[], Context] = nullcontext,
     ) -> None:
-        self.observed = observed or Observed()
         self._generators = generators
+        self._forward = forward
+        self.in_backward = backward
         # Without function modes, so that an outer pipe takes this draw for hidden randomness and
         # does not run this pipe on a lane: seeded() seeds the generator without the lock.
         with no_function_modes():
             self._base = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
-    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
+    def seeded(self, micro_batch: int, stage: int) -> Context:
         """A context for a forward or its recomputation, made and entered on its thread: both get
         the same numbers from torch's default generators."""
-        seed = task_seed(self._base, stage, micro_batch)
+        # The odd strides make seeds distinct.
+        seed = self._base + stage * 0x9E3779B1 + micro_batch * 0x85EBCA77
         for generator in self._generators:
             generator.manual_seed(seed)
-        return _NOTHING
-
-    def in_backward(self) -> AbstractContextManager[Any]:
-        """A context in which autograd runs the backward of a stage."""
-        return _NOTHING
+        return _NOTHING if self._forward is None else self._forward(seed)
 
 
-class HookedSeeds(Seeds):
-    """As :class:`Seeds`, and looks for hooks on tensors, which takes time."""
-
-    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
-        super().seeded(micro_batch, stage)
-        return HookWatch(self.observed)
+def hooked_seeds(generators: Sequence[torch.Generator], observed: Observed) -> Seeds:
+    """Those of one thread, which look for hooks on tensors. That takes time."""
+    return Seeds(generators, lambda _: HookWatch(observed))
 
 
-class AuditedSeeds(Seeds):
-    """As :class:`Seeds`, and finds out whether :class:`LaneSeeds` would give the same numbers."""
-
-    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
-        super().seeded(micro_batch, stage)
-        return Audit(self.observed)
-
-    def in_backward(self) -> AbstractContextManager[Any]:
-        return Audit(self.observed, backward=True)
+def audited_seeds(generators: Sequence[torch.Generator], observed: Observed) -> Seeds:
+    """Those of one thread, which find out whether :func:`lane_seeds` would give the same
+    numbers."""
+    return Seeds(generators, lambda _: Audit(observed), partial(Audit, observed, backward=True))
 
 
-class LaneSeeds(Seeds):
-    """Random numbers of stages that run at the same time."""
-
-    def seeded(self, micro_batch: int, stage: int) -> AbstractContextManager[Any]:
-        return LaneRandom(self.observed, task_seed(self._base, stage, micro_batch))
-
-    def in_backward(self) -> AbstractContextManager[Any]:
-        return BackwardRandom(self.observed)
+def lane_seeds(generators: Sequence[torch.Generator], observed: Observed) -> Seeds:
+    """Those of stages that run at the same time."""
+    return Seeds((), partial(LaneRandom, observed), partial(BackwardRandom, observed))

@@ -6,12 +6,12 @@ from support.cuda.pipe_calls import own, splits, tasks_and_hand_overs
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BUDGETS = {  # Calls of functions of the package.
-    "task on a CPU, forward": 9,
-    "task on a CPU, backward": 1.5,
-    "task on one GPU, forward": 9,
-    "task on one GPU, backward": 1.5,
-    "task on two GPUs, forward": 9,
-    "task on two GPUs, backward": 6,
+    "task on a CPU, forward": 8,
+    "task on a CPU, backward": 1,
+    "task on one GPU, forward": 8,
+    "task on one GPU, backward": 1,
+    "task on two GPUs, forward": 8,
+    "task on two GPUs, backward": 5,
     "hand-over of 1, forward": 15.5,
     "hand-over of 1, backward": 16.5,
     "hand-over of 8, forward": 22.5,

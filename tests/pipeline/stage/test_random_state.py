@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.function_layer import FunctionLayer
+from support.loops import task_seed
 from support.pipe_models import MODELS, WIDTH
 from support.pipes import Pipe, on_cpus
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipekernels.pipeline.stage import random_state
-from pipekernels.pipeline.stage.random_state import LaneRandom, Observed, draws, task_seed
+from pipekernels.pipeline.stage.random_state import LaneRandom, Observed, draws
 
 
 def results(pipe: Pipe, seed: int) -> list[torch.Tensor]:
