@@ -48,13 +48,15 @@ def main(arguments: list[str] | None = None) -> int:
     speed_ups = [speed_up for act in acts for speed_up in act.speed_ups]
     faster = "; ".join(str(one) for one in speed_ups if one.ratio > NOISE)
     not_faster = "; ".join(str(one) for one in speed_ups if one.ratio <= NOISE)
-    share = training.memory[memory.PIPED] / training.memory[memory.UNPIPED]
+    peers = [memory.UNPIPED, memory.ACCUMULATED]
+    shares = [training.memory[memory.PIPED] / training.memory[peer] for peer in peers]
     print(
         f"\n{output}/: demo.png, timeline.json, losses.csv, model.pt; "
         f"{time.perf_counter() - begin:.0f} seconds\n\n"
         f"faster      {faster or 'nothing'}\n"
         f"not faster  {not_faster or 'nothing'}\n"
-        f"memory      a training step of the pipe takes {share:.2f} of what the unpiped one takes"
+        f"memory      a training step of the pipe takes {shares[0]:.2f} of what the unpiped one "
+        f"takes, {shares[1]:.2f} of what it takes with gradient accumulation"
     )
     for number, act in enumerate(acts, 1):
         print(f"act {number}       {'; '.join(map(str, act.checks)) or 'left out'}")

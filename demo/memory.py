@@ -10,11 +10,11 @@ from statistics import median
 import torch
 
 from demo.gpt import VOCABULARY
-from demo.model import SCHEDULE, new_model, new_pipe, token_loss
+from demo.model import CHUNKS, SCHEDULE, new_model, new_pipe, token_loss
 from demo.ranks import processes
 from demo.sizes import Sizes
 
-UNPIPED = "unpiped, whole batch"
+UNPIPED, ACCUMULATED = "unpiped, whole batch", "unpiped, accumulated"
 PIPED = f"Pipe, {SCHEDULE}"
 ROUNDS = 3
 # From malloc.h. Tensors of 64 KiB or more get pages that are unmapped when they are freed.
@@ -25,7 +25,7 @@ SEPARATE_PAGES = 64 << 10
 def measure(sizes: Sizes) -> dict[str, float]:
     """MiB above parameters and gradients, of each in a new process."""
     peaks = {}
-    for name in (UNPIPED, PIPED):
+    for name in (UNPIPED, ACCUMULATED, PIPED):
         with processes(1, _prepare, sizes, name) as turn:
             peaks[name] = median(turn()[0] for _ in range(ROUNDS))
     return peaks
@@ -42,6 +42,9 @@ def _prepare(rank: int, sizes: Sizes, name: str) -> Callable[[], float]:
     def step() -> None:
         if name == UNPIPED:
             token_loss(model(x), y).backward()
+        elif name == ACCUMULATED:
+            for part, target in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True):
+                (token_loss(model(part), target) * (len(part) / len(x))).backward()
         else:
             pipe.train_step(x, y, token_loss, schedule=SCHEDULE)
 

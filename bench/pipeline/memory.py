@@ -5,7 +5,7 @@ A byte-level GPT in 2 stages. Each candidate is a separate process, in which eve
 of resident memory, makes a step, and counts how far above its start the peak was. The kernel counts
 in steps of some pages per thread: differences below 0.3 MiB mean nothing.
 
-* ``unpiped``: the bare module on the whole batch.
+* ``accumulated``: the bare module on the same micro-batches in turn; ``unpiped``: on all at once.
 * ``gpipe``, ``1f1b``, ``zb-h1``: ``pipe.train_step`` under that schedule, no checkpointing.
 * ``gpipe, checkpointed``: with ``checkpoint="always"``.
 """
@@ -21,19 +21,19 @@ from unittest import mock
 import torch
 
 from bench.harness import Options, Turns
-from bench.pipeline.train_step import GPT, SCHEDULES, STAGES, byte_gpt, piped
+from bench.pipeline.train_step import GPT, SCHEDULES, STAGES, accumulate, byte_gpt, piped
 from bench.processes import Processes, Serve
 from bench.report.tables import svg
 
 CHUNKS = (4, 8)
 CHECKPOINTED = "gpipe, checkpointed"
-CANDIDATES = {f"gpt, {chunks} chunks": ("unpiped", CHECKPOINTED, *SCHEDULES) for chunks in CHUNKS}
-QUICK = {"gpt, 8 chunks": ("unpiped", "1f1b")}
-BASE = "unpiped"
+BASE, WHOLE = "accumulated", "unpiped"
+CANDIDATES = {f"gpt, {chunks} chunks": (BASE, WHOLE, CHECKPOINTED, *SCHEDULES) for chunks in CHUNKS}
+QUICK = {"gpt, 8 chunks": (BASE, WHOLE, "1f1b")}
 UNIT = "bytes"
 CONDITIONS = {
     "model": GPT,
-    "pipeline": f"{STAGES} stages, one thread per lane; unpiped: one thread",
+    "pipeline": f"{STAGES} stages, one thread per lane; accumulated, unpiped: one thread",
     "memory": "peak of resident memory in a step over that at its start, when gradients exist",
 }
 SEPARATE = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_TRIM_THRESHOLD_": "0"}
@@ -60,13 +60,15 @@ def peak(work: Callable[[], Any]) -> float:
 
 
 def _worker(rank: int, port: int, serve: Serve, candidate: str, chunks: int) -> None:
-    module, x, y, loss_fn = byte_gpt()
+    task = module, x, y, loss_fn = byte_gpt()
     schedule = candidate.partition(",")[0]
     checkpoint = "always" if candidate == CHECKPOINTED else "never"
     pipe = piped(module, chunks, checkpoint=checkpoint)
 
     def step() -> None:
         if candidate == BASE:
+            accumulate(task, chunks)
+        elif candidate == WHOLE:
             loss_fn(module(x), y).backward()
         else:
             pipe.train_step(x, y, loss_fn, schedule=schedule)
@@ -75,7 +77,7 @@ def _worker(rank: int, port: int, serve: Serve, candidate: str, chunks: int) -> 
         pipe.zero_grad(set_to_none=False)
         return peak(step)
 
-    torch.set_num_threads(1 if candidate == BASE else STAGES)
+    torch.set_num_threads(1 if candidate in (BASE, WHOLE) else STAGES)
     serve(turn)
 
 
@@ -95,6 +97,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             found = [row for row in rows if row["case"] == case]
             names = [row["candidate"].replace(", ", ",\n") for row in found]
             bars = axis.bar(names, [row["median"] / 2**20 for row in found], color="C0")
-            bars[0].set_color("C7")
+            for bar in bars[:2]:
+                bar.set_color("C7")
             axis.set(title=f"training step, {case}, {STAGES} stages")
         axes[0].set_ylabel("MiB beyond parameters and gradients")

@@ -2,7 +2,8 @@
 
 * ``pipekernels``: ``pipe.train_step`` under 1F1B, 2 stages, 8 chunks, one thread per lane, in
   ``pipe.timeline()``; kept is the step whose time is the median.
-* ``one thread``, ``two threads``: the bare module on the whole batch.
+* ``one thread``, ``two threads``: the bare module on the whole batch; ``two threads, accumulated``:
+  on the same micro-batches in turn.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import torch
 
 from bench.harness import Options, Turns
 from bench.pipeline.pipe import check, timed
-from bench.pipeline.train_step import GPT, STAGES, byte_gpt, piped
+from bench.pipeline.train_step import GPT, STAGES, accumulate, byte_gpt, piped
 from bench.report.tables import svg
 
 CHUNKS, SCHEDULE = 8, "1f1b"
 CASE = f"gpt, {CHUNKS} chunks, {SCHEDULE}"
-CANDIDATES = {CASE: ("one thread", "two threads", "pipekernels")}
+ACCUMULATED = "two threads, accumulated"
+CANDIDATES = {CASE: ("one thread", "two threads", ACCUMULATED, "pipekernels")}
 QUICK = CANDIDATES
 BASE = "two threads"
 CONDITIONS = {
@@ -63,7 +65,7 @@ def recorder(pipe: Any, step: Callable[[], Any], steps: Steps) -> Callable[[], f
 
 def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     """The pipe and the bare model."""
-    module, x, y, loss_fn = byte_gpt()
+    task = module, x, y, loss_fn = byte_gpt()
     pipe = piped(byte_gpt()[0], CHUNKS, checkpoint="never")
     steps: Steps = {}
 
@@ -76,6 +78,7 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     runners = {
         "one thread": timed(module, 1, bare),
         "two threads": timed(module, STAGES, bare),
+        ACCUMULATED: timed(module, STAGES, lambda: accumulate(task, CHUNKS)),
         "pipekernels": recorder(pipe, train, steps),
     }
     runners["one thread"]()
@@ -114,5 +117,5 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set_xlim(left=0)
         axis.set_xlabel("milliseconds of a training step; numbers are micro-batches")
         patches = [Patch(color=COLOURS[kind], label=name) for kind, name in NAMES.items()]
-        patches.append(Patch(color="#bab0ac", label="both, whole batch"))
+        patches.append(Patch(color="#bab0ac", label="forwards and backwards"))
         axis.legend(handles=patches, loc="lower right", fontsize=8)

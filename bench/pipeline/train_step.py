@@ -65,6 +65,13 @@ def byte_gpt() -> Task:
     return gpt(GPT_WIDTH, BLOCKS, HEADS, CONTEXT), x, y, token_loss
 
 
+def accumulate(task: Task, chunks: int) -> None:
+    """Forward and backward of each micro-batch of the bare model in turn: gradient accumulation."""
+    module, x, y, loss_fn = task
+    for part, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
+        (loss_fn(module(part), target) * (len(part) / len(x))).backward()
+
+
 MODELS: dict[str, Callable[[], Task]] = {"wide": wide, "gpt": byte_gpt}
 
 

@@ -46,10 +46,11 @@ WINS = [
     Line("a direct all-reduce of 64 KiB, 2 ranks",
          "collectives", DIRECT, "ordinary", {name: name for name in DIRECT_PEERS}),
     Line("a DDP step of a 3 M GPT, 2 ranks", "ddp", {}, "DDP, pipekernels", {"DDP, Gloo": "Gloo"}),
-    Line("peak memory of a GPT's training step, 1F1B", "memory", {}, "1f1b",
-         {"unpiped": "the model without a pipe"}),
 ]  # fmt: skip
 LOSSES = [
+    Line("peak memory of a GPT's training step, 2 stages in a process, 1F1B", "memory", {}, "1f1b",
+         {"accumulated": "gradient accumulation over the same micro-batches",
+          "unpiped": "the whole batch at once"}),
     Line("a training step of a GPT, 2 stages", "timeline", {}, "pipekernels", TWO),
     Line("forward and backward of 8 wide layers, 2 stages",
          "pipe", {"case": "wide"}, "pipekernels", TWO),

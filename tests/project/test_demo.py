@@ -45,7 +45,7 @@ def test_exit_code_and_verdicts(
     for number, act in enumerate((train, generate, collectives)):
         result = SimpleNamespace(
             model=None,
-            memory={memory.PIPED: 1.0, memory.UNPIPED: 4.0},
+            memory={memory.PIPED: 1.0, memory.ACCUMULATED: 0.5, memory.UNPIPED: 4.0},
             speed_ups=[SpeedUp(f"work {number}", "peer", 1.0 + 0.04 * number)],
             checks=[Check(f"value {number} (limit 3)", number != failing)],
         )
