@@ -87,9 +87,12 @@ $(DEMO) $(TESTS) $(LINT) $(DOCS) $(WHEEL): .venv/%.stamp: $(BUILT)
 	$(PIP) 'pipekernels[$*]'
 	touch $@
 
-# Both are sdists that look for torch while they are built.
+# The first two are sdists that look for torch while they are built; llama.cpp is compiled for this
+# CPU, in some 15 minutes. Engines that cannot be installed here are left out of the benchmark.
 $(PEERS): $(BUILT)
 	$(PIP) --no-build-isolation --no-deps fairscale torchgpipe
+	-$(PIP) ctranslate2
+	-CMAKE_ARGS=-DGGML_NATIVE=ON $(PIP) llama-cpp-python gguf
 	touch $@
 
 # The peers of bench/collectives.py have their own virtual environments. One that cannot be

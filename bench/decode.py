@@ -8,10 +8,12 @@ against those of one process.
 
 * ``one thread``, ``two threads``: the bare model in one process.
 * ``pipekernels``: ``tensor_parallelize(model, "auto", comm)`` on two processes of one thread each,
-  as all below.
+  as transformers' below.
 * ``transformers``: its own ``tp_plan="auto"``, on Gloo; then the same on the ``torch.distributed``
   backend ``pipekernels``.
 * ``pipekernels, int8``: ours, with weights of int8 and activations in bfloat16.
+* ``llama.cpp``, ``CTranslate2``: with two threads; in the case ``int8``, with weights of q8_0 and
+  int8. CTranslate2 does not compute in bfloat16 on all CPUs.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 
 from bench.harness import Options, Turns
+from bench.peers.decoders import ctranslate2, llama_cpp
 from bench.processes import Serve, join, repeated, started
 from bench.report.tables import svg
 
@@ -62,8 +65,12 @@ EVERY = (
     *("transformers, Gloo", "transformers, backend pipekernels"),
 )
 CANDIDATES = {
-    **dict.fromkeys(PLOTTED, EVERY),
-    "int8": ("two threads", "pipekernels", "pipekernels, int8"),
+    "float32": (*EVERY, "llama.cpp, f32", "CTranslate2, float32"),
+    "bfloat16": (*EVERY, "llama.cpp, bf16"),
+    "int8": (
+        *("two threads", "pipekernels", "pipekernels, int8"),
+        *("llama.cpp, q8_0", "CTranslate2, int8"),
+    ),
     "experts, float32": ("two threads", "pipekernels"),
     "experts, bfloat16": ("two threads", "pipekernels"),
     "experts, int8": ("two threads", "pipekernels", "pipekernels, int8"),
@@ -164,6 +171,8 @@ WORKERS: dict[str, tuple[Any, ...]] = {
     "two threads": (1, _bare, RANKS),
     "pipekernels": (RANKS, _pipekernels, False),
     "pipekernels, int8": (RANKS, _pipekernels, True),
+    **{f"llama.cpp, {kind}": (1, llama_cpp, kind) for kind in ("f32", "bf16", "q8_0")},
+    **{f"CTranslate2, {kind}": (1, ctranslate2, kind) for kind in ("float32", "int8")},
     "transformers, Gloo": (RANKS, _transformers, "gloo"),
     "transformers, backend pipekernels": (RANKS, _transformers, "pipekernels"),
 }

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-PEERS = ("fairscale", "torchgpipe")  # Those that need not be installed.
+# The modules of those that need not be installed.
+PEERS = {
+    "fairscale": "fairscale",
+    "torchgpipe": "torchgpipe",
+    "llama.cpp": "llama_cpp",
+    "CTranslate2": "ctranslate2",
+}
 Serve = Callable[[Callable[..., float]], None]
 
 
@@ -93,7 +99,7 @@ def started(
     found = {}
     for name in names:
         package = name.partition(",")[0]
-        if package in PEERS and importlib.util.find_spec(package) is None:
+        if package in PEERS and importlib.util.find_spec(PEERS[package]) is None:
             print(f"{package} is not installed: left out")
             continue
         ranks, worker, *last = workers[name]
