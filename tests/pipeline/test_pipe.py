@@ -162,6 +162,27 @@ def test_an_output_that_the_loss_does_not_use(mode: str, place: torch.device) ->
     assert pipe[1].b.weight.grad is None
 
 
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stage_that_gives_its_input_no_gradient(mode: str, place: torch.device) -> None:
+    """It is None for the stages before, as without a pipe, not zero."""
+    last = nn.Sequential(FunctionLayer(NoGradient.apply), nn.Linear(3, 3))
+    pipe = pipe_of(nn.Linear(3, 3), last, device=place, checkpoint=mode)
+    x = torch.randn(4, 3, requires_grad=True)
+    pipe(x).sum().backward()
+    assert x.grad is None and pipe[0].weight.grad is None
+    assert pipe[1][1].weight.grad is not None
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_outputs_have_memory_of_their_own(chunks: int, place: torch.device) -> None:
     """Autograd cannot know that an output of a pipe is a view, so it must not be one."""

@@ -36,10 +36,11 @@ class StageInput(torch.autograd.Function):
         foreign: Callable[[], object],
     ) -> torch.Tensor:
         ctx.place = grads, index, foreign
+        ctx.set_materialize_grads(False)
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
         grads, index, foreign = ctx.place
         if not grads:
             foreign()
