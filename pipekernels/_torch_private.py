@@ -15,7 +15,6 @@ Other modules may use the names that torch intends for subclasses and for walkin
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -188,11 +187,9 @@ is_profiler_enabled = torch._C._autograd._profiler_enabled
 """Whether this thread is profiled."""
 
 
-def end_with(call: concurrent.futures.Future[None], shown: Any) -> None:
-    """End the range ``shown`` of a profiler, a ``record_function``, with ``call``."""
-    ended: torch.futures.Future[None] = torch.futures.Future()
-    shown._call_end_callbacks_on_future(ended)
-    call.add_done_callback(lambda _: ended.set_result(None))
+def end_with(shown: Any, future: torch.futures.Future[Any]) -> None:
+    """End the range ``shown`` of a profiler, a ``record_function``, with ``future``."""
+    shown._call_end_callbacks_on_future(future)
 
 
 def needs_dispatcher() -> bool:

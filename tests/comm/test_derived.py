@@ -15,7 +15,7 @@ from pipekernels.comm.process_group import derived
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
 SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
 UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
-COMPLEX = [torch.complex64, torch.complex128]
+COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 RANKS = 3
 FOLDS: dict[str, Callable[[Any, Any], Any]] = {
     "sum": operator.add,
@@ -72,14 +72,15 @@ def test_reductions(comm: Communicator, dtype: torch.dtype, op: str) -> None:
     rows = x.repeat(RANKS, 1)
     if not supported(dtype, op):
         with pytest.raises(TypeError, match=f"no reduction '{op}'"):
-            derived.all_reduce(comm, x, op)
+            derived.all_reduce(comm, x, op, None)
         return
     want = torch.tensor(expected(dtype, op), dtype=dtype)
-    derived.all_reduce(comm, x, op)
+    gathered = derived._reduced(comm, x, op)  # As over several hosts.
+    derived.all_reduce(comm, x, op, None)
     part = torch.empty_like(x)
-    derived.reduce_scatter(comm, rows.view(-1), op, part)
+    derived.reduce_scatter(comm, part, rows.view(-1), op, None)
     kept = rows[0].clone()
-    derived.reduce(comm, kept, op, 1)
-    for found in (x, part, kept if comm.rank == 1 else want):
+    derived.reduce(comm, kept, op, None, 1)
+    for found in (gathered, x, part, kept if comm.rank == 1 else want):
         assert found.tolist() == want.tolist()
     assert comm.rank == 1 or kept.tolist() == rows[0].tolist()

@@ -59,7 +59,8 @@ class MultiHostBackend:
             pass
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
-        return dtype in REDUCIBLE and op in OPERATIONS and (op != "avg" or dtype.is_floating_point)
+        is_known = op in (*OPERATIONS, "premul_sum") and (op != "avg" or dtype.is_floating_point)
+        return is_known and dtype in REDUCIBLE
 
     def announce(self, call: str, tensor: Tensor, op: str = "", root: int = 0) -> None:
         described = tensor.new_empty(0) if call == "all_to_all" else tensor
@@ -105,11 +106,11 @@ class MultiHostBackend:
         mine = self._shared(part, tensor.dtype)
         self._local.reduce_scatter(padded, mine, "sum" if op == "avg" else op)
         if self._link is not None:
-            if op in ("sum", "avg"):
-                self._link.sum(mine)
-            else:  # Gather and reduce here, as max and min of Gloo may lose a NaN.
+            if op in ("max", "min"):  # Gather and reduce here: those of Gloo may lose a NaN.
                 parts = self._link.all_gather(mine)
                 mine.copy_(parts.amax(0) if op == "max" else parts.amin(0))
+            else:
+                self._link.sum(mine)
             if op == "avg":
                 mine /= self._host_map.world_size
         self._local.all_gather(mine, padded)

@@ -1,21 +1,10 @@
 """Reductions and exchanges of ``torch.distributed`` that a communicator does not have.
 
 On one host most are calls of the extension. The others are announced first, so that ranks that make
-different calls find out, and then made of a communicator's collectives:
+different calls find out. Then every rank gathers the tensors of all and reduces them in rank order:
+8-bit floats in float32, averages of integers in int64, cut off towards zero, as NCCL does.
 
-=========================================  ======================================================
-float8, complex products                   of a wider dtype, rounded again; products are of the
-                                           tensors of all ranks, gathered, in rank order
-averages of integers                       a sum of int64, divided and cut off towards zero, as NCCL
-                                           does
-over several hosts: small or unsigned      of a wider dtype, cut off again: integers wrap around
-integers
-``bool``                                   sum and maximum are "or", product and minimum "and"
-complex numbers                            sums and averages of their real numbers
-products, bitwise "and", "or", "xor"       the tensors of all ranks, gathered, in rank order
-=========================================  ======================================================
-
-Tensors are dense and of one dimension.
+Tensors are contiguous; those of reductions have one dimension.
 """
 
 from __future__ import annotations
@@ -31,38 +20,42 @@ from torch import Tensor
 from pipekernels.comm.codes import MOVABLE, REDUCTIONS
 from pipekernels.comm.collectives import Collectives
 from pipekernels.comm.hosts.cpu import bytes_of
-from pipekernels.comm.tensors import elements_of
+from pipekernels.comm.tensors import check_rows, elements_of, output_for
 
-_WIDER = {
-    torch.bool: torch.int32,
-    torch.int8: torch.int32,
-    torch.uint8: torch.int32,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.complex32: torch.complex64,
-}
 _FOLDS: dict[str, Callable[[Any, Any], Tensor]] = {
+    "sum": torch.add,
+    "premul_sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
     "product": torch.mul,
     "and": torch.bitwise_and,
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,
 }
-_OF_BOOL = {"sum": "max", "product": "min"}
+# Which have the same bits of sums and products, and which torch can compute with.
+_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
 
 
-def all_reduce(comm: Collectives, tensor: Tensor, op: str) -> None:
+def all_reduce(comm: Collectives, tensor: Tensor, op: str, factor: Any) -> None:
     """Reduce ``tensor`` over all ranks, in place.
 
     Args:
         comm: the ranks.
         tensor: any dtype that has the operation.
         op: a name in :data:`pipekernels.comm.codes.REDUCTIONS`.
+        factor: of the terms, if not None.
 
     Raises:
         TypeError: the dtype has no such operation.
     """
     backend = comm._cpu_backend
+    if factor is not None:
+        tensor *= factor
     if backend.reduces(tensor.dtype, op):
         backend.all_reduce(tensor, op, "auto")
     else:
@@ -70,10 +63,16 @@ def all_reduce(comm: Collectives, tensor: Tensor, op: str) -> None:
         tensor.copy_(_reduced(comm, tensor, op))
 
 
-def reduce_scatter(comm: Collectives, input: Tensor, op: str, output: Tensor) -> None:
+def reduce_scatter(comm: Collectives, output: Tensor, input: Tensor, op: str, factor: Any) -> None:
     """Reduce ``input``, ``[ranks * k]``, over all ranks, and store this rank's part in ``output``,
-    ``[k]``, which must not overlap it. Otherwise as :func:`all_reduce`."""
+    ``[k]``. Otherwise as :func:`all_reduce`."""
     backend = comm._cpu_backend
+    if factor is not None:
+        input = input * factor
+    elif output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
+        input = input.clone()
+    check_rows(input, comm._world_size)
+    output_for(input, (input.numel() // comm._world_size,), output)
     if backend.reduces(input.dtype, op):
         backend.reduce_scatter(input, output, op)
     else:
@@ -81,16 +80,18 @@ def reduce_scatter(comm: Collectives, input: Tensor, op: str, output: Tensor) ->
         output.copy_(_reduced(comm, input, op).view(comm._world_size, -1)[comm._rank])
 
 
-def reduce(comm: Collectives, tensor: Tensor, op: str, root: int) -> None:
+def reduce(comm: Collectives, tensor: Tensor, op: str, factor: Any, root: int) -> None:
     """:func:`all_reduce` on rank ``root``; the others keep their tensors."""
     backend = comm._cpu_backend
     result = tensor if comm._rank == root else tensor.clone()
     if backend.core is not None and backend.reduces(tensor.dtype, op):
+        if factor is not None:
+            result *= factor
         count, dtype = tensor.numel(), MOVABLE[tensor.dtype]
         backend.core.reduce(result.data_ptr(), count, dtype, REDUCTIONS[op], root)
     else:
         _announce(comm, "reduce", tensor, op, root)
-        all_reduce(comm, result, op)
+        all_reduce(comm, result, op, factor)
 
 
 def gather(
@@ -125,32 +126,24 @@ def scatter(
 
 def _reduced(comm: Collectives, tensor: Tensor, op: str) -> Tensor:
     """The reduction of ``tensor``, in its dtype."""
-    dtype = tensor.dtype
-    if op == "premul_sum":
-        op = "sum"
-    if dtype == torch.bool:
-        op = _OF_BOOL.get(op, op)
-    if dtype == torch.uint64:
-        # As int64, whose sums and products have the same bits, in an order that is theirs.
-        flip = -(2**63) if op in ("max", "min") else 0
-        signed = tensor.view(torch.int64) ^ flip
-        all_reduce(comm, signed, op)
-        return (signed ^ flip).view(dtype)
-    if op in _FOLDS:
-        narrow = dtype.itemsize < 4 and dtype.is_floating_point
-        wide = tensor.to(torch.float32 if narrow else _WIDER.get(dtype, dtype))
-        return functools.reduce(_FOLDS[op], comm.all_gather(wide[None]).unbind()).to(dtype)
-    if dtype.is_complex:
-        wide = tensor.to(_WIDER.get(dtype, dtype), copy=True)
-        comm.all_reduce(torch.view_as_real(wide), op)
-    elif op == "avg" and not dtype.is_floating_point:
-        wide = tensor.to(torch.int64, copy=True)
-        comm.all_reduce(wide, "sum")
-        wide.div_(comm._world_size, rounding_mode="trunc")
-    else:
-        wide = tensor.to(_WIDER.get(dtype, torch.float32), copy=True)  # Else float8.
-        comm.all_reduce(wide, op)
-    return wide.to(dtype)
+    dtype = wide = tensor.dtype
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        wide = torch.int64
+    elif dtype in _SIGNED:
+        signed = tensor.view(_SIGNED[dtype])
+        # Turns the order of signed numbers into that of unsigned ones.
+        flip = torch.iinfo(signed.dtype).min if op in ("max", "min") else 0
+        return (_reduced(comm, signed ^ flip, op) ^ flip).view(dtype)
+    elif dtype.is_floating_point and dtype.itemsize < 4:
+        wide = torch.float32
+    elif dtype == torch.complex32:
+        wide = torch.complex64
+    terms = comm.all_gather(tensor[None]).to(wide).unbind()
+    total = functools.reduce(_FOLDS[op], terms)
+    if op == "avg":
+        how = "trunc" if wide == torch.int64 else None
+        total = total.div(comm._world_size, rounding_mode=how)
+    return total.to(dtype)
 
 
 def _announce(comm: Collectives, call: str, tensor: Tensor, op: str, root: int = 0) -> None:

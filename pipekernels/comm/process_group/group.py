@@ -8,19 +8,16 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from pipekernels._torch_private import (
     disable_dynamo,
     end_with,
-    is_profiler_enabled,
     register_backend,
 )
 from pipekernels.comm.communicator import Communicator
@@ -28,39 +25,41 @@ from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.join.deadline import Deadline
 from pipekernels.comm.join.rendezvous import over_store
 from pipekernels.comm.messages import backends_of
-from pipekernels.comm.process_group.work import DONE, ENDED, CopiedWork, Work
+from pipekernels.comm.process_group.work import DONE, ENDED, Work
 from pipekernels.comm.tensors import to_dense
+from pipekernels.device.profiling import in_profile
 
 _CPU = torch.device("cpu")
 
 
 def _point_to_point(name: str) -> Callable[..., dist.Work]:
-    """A call with one tensor, of any strides: Gloo reads and writes the memory of a strided one as
-    if it were contiguous."""
+    """A call with one tensor, by Gloo."""
 
     @disable_dynamo
     def method(self: Group, tensors: list[Tensor], *args: Any) -> dist.Work:
         (tensor,) = tensors
-        group, device = self._group_of(tensor.device), tensor.device
-        # Torch joins the calls of batch_isend_irecv if this holds of the group that it is given.
-        is_joined = not tensor.is_cpu and type(group) is dist.ProcessGroup
-        if is_joined and group._get_backend(device).supports_coalescing:
-            backend = dist.get_backend(group).partition(":")[2]
+        if not tensor.is_cpu:
+            # Torch joins the calls of batch_isend_irecv only in a group of one backend; those of
+            # NCCL might wait for each other elsewhere.
             raise NotImplementedError(
-                f"{name} of a tensor on {device} over {backend}: torch joins the calls of "
-                "batch_isend_irecv, which else may wait for each other, only in a group of that "
-                f"backend alone; make one by new_group(backend={backend!r})"
+                f"{name} of a tensor on {tensor.device} needs a group of that device's backend "
+                "alone; make one, as by new_group(backend='nccl')"
             )
-        dense = to_dense(tensor) if is_dense(tensors) else tensor
-        call: dist.Work = getattr(group, name)([dense], *args)
-        return call if dense is tensor or name == "send" else CopiedWork(call, dense, tensor)
+        if to_dense(tensor) is not tensor:
+            raise ValueError(  # Gloo would take its memory as if it were contiguous.
+                f"{name} needs a contiguous tensor, got one of shape {tuple(tensor.shape)} and "
+                f"strides {tensor.stride()}; pass a tensor of torch.empty() or tensor.contiguous()"
+            )
+        work: dist.Work = getattr(self._gloo, name)(tensors, *args)
+        return work
 
     return method
 
 
 class Group(dist.ProcessGroup):
-    """A process group without its collectives; a Gloo backend serves what it does not override.
+    """A process group without its collectives on tensors.
 
+    A Gloo backend serves what it does not override.
     All ranks must choose the same of communicator and Gloo, so the choice depends only on the
     operation and the kind of tensor.
     """
@@ -97,7 +96,6 @@ class Group(dist.ProcessGroup):
         for group in self._others.values():
             group.abort()
         self._comm.close()
-        self._last = DONE
         super().abort()
 
     def shutdown(self) -> None:
@@ -105,9 +103,12 @@ class Group(dist.ProcessGroup):
         for group in others.values() if self is not dist.group.WORLD else ():
             dist.destroy_process_group(group)  # With the default group torch does that itself.
         self._comm.close()
-        self._last = DONE  # Its error may keep callers' frames, and through them this group, alive.
         self._thread.shutdown(wait=False)  # Pending calls fail, as the communicator is closed.
         super().shutdown()
+
+    @disable_dynamo
+    def barrier(self, opts: Any = None, **fields: Any) -> dist.Work:
+        return self._run(opts, self._comm.barrier, [], "barrier")
 
     def _run(
         self, opts: Any, body: Callable[[], object], results: list[Tensor], name: str
@@ -127,24 +128,24 @@ class Group(dist.ProcessGroup):
         if self._last is not DONE and self._last.done():
             self._last = DONE
         is_idle = self._last is DONE and not getattr(opts, "asyncOp", True)
-        if is_idle or threading.get_ident() == self._thread_id:
-            with _shown(name, results), torch.inference_mode():  # Allows writes to its tensors.
+        with in_profile("%s of %d bytes", name, sum(each.nbytes for each in results)) as shown:
+            if is_idle or threading.get_ident() == self._thread_id:
                 body()
-            return ENDED if is_idle else Work(DONE, results)
-        with _shown(name, results) as shown:
-            self._last = self._thread.submit(_run_detached, self, body)
+                return ENDED if is_idle else Work(DONE, results)
+            self._last = self._thread.submit(self._run_on_thread, body)
+            work = Work(self._last, results)
             if shown is not None:
-                end_with(self._last, shown)
-        return Work(self._last, results)
+                end_with(shown, work.get_future())
+        return work
+
+    def _run_on_thread(self, body: Callable[[], object]) -> None:
+        self._thread_id = threading.get_ident()
+        body()
 
     # ---- tensors of other devices ---------------------------------------------------------------
     # Torch's loop over "cpu:pipekernels,cuda:nccl" ends at a backend that is a whole group, as ours
     # is. So each other device has a second group, of the backend that the string names for it, made
     # at the first call: only then torch knows what the string names.
-
-    def _other(self, tensors: Sequence[Tensor]) -> dist.ProcessGroup:
-        """The group that serves a call which the communicator does not, with these tensors."""
-        return self._group_of(next((x.device for x in tensors if not x.is_cpu), _CPU))
 
     def _group_of(self, device: torch.device) -> dist.ProcessGroup:
         """All ranks make a group for another device together. ValueError if no backend is named."""
@@ -169,15 +170,8 @@ class Group(dist.ProcessGroup):
         return self._others[device.type]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Torch also asks for devices that are not in use, and expects a RuntimeError then."""
         other = self._others.get(device.type)
-        try:
-            return super()._get_backend(device) if other is None else other._get_backend(device)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the group has no backend for {device} before the first collective there; "
-                "init_process_group() takes no device_id with this backend"
-            ) from error
+        return super()._get_backend(device) if other is None else other._get_backend(device)
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
@@ -195,35 +189,8 @@ class Group(dist.ProcessGroup):
 
     @disable_dynamo
     def allgather_coalesced(self, outputs: Any, inputs: list[Tensor], *options: Any) -> dist.Work:
-        return self._other(inputs).allgather_coalesced(outputs, inputs, *options)
+        return self._group_of(inputs[0].device).allgather_coalesced(outputs, inputs, *options)
 
     send = _point_to_point("send")
     recv = _point_to_point("recv")
     recv_anysource = _point_to_point("recv_anysource")
-
-
-def _run_detached(group: Group, body: Callable[[], object]) -> None:
-    """Run ``body`` on the group's thread; drop the traceback of its error, which would keep the
-    group alive."""
-    try:
-        group._thread_id = threading.get_ident()
-        with torch.inference_mode():
-            body()
-    except BaseException as error:  # noqa: BLE001
-        error.__cause__ = error.__context__ = None
-        raise error.with_traceback(None)  # noqa: B904
-    finally:
-        del group, body
-
-
-def _shown(name: str, results: Sequence[Tensor]) -> AbstractContextManager[Any]:
-    """The range of a collective, where the calling thread's work is profiled."""
-    if not is_profiler_enabled():
-        return nullcontext()
-    size = sum(tensor.numel() * tensor.itemsize for tensor in results)
-    return record_function(f"pipekernels::{name} of {size} bytes")
-
-
-def is_dense(tensors: Sequence[Tensor]) -> bool:
-    """Whether all are strided tensors on the CPU."""
-    return all(tensor.is_cpu and tensor.layout == torch.strided for tensor in tensors)
