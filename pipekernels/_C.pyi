@@ -110,7 +110,7 @@ class Communicator:
     def abort(self) -> None: ...
 
 # ---- copies between devices ----
-# They exist if build_info()["cuda"]; pipekernels/device/p2p.py says what each call does. Devices
+# They exist if build_info()["cuda"]; pipekernels/device/edge.py says what each call does. Devices
 # are indices, -1 the CPU.
 
 class P2PTicket:

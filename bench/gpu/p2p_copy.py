@@ -153,12 +153,14 @@ class ByTorch:
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self.source, self.target = source, target
         self.leaving, self.arriving = torch.cuda.Stream(source), torch.cuda.Stream(target)
-        self.done = streams.HOST
+        self.done: Any = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         origin = streams.current(self.source)
-        self.leaving.wait_event(origin.record_event())
-        origin.wait_event(self.done)
+        if origin is not None:
+            self.leaving.wait_event(origin.record_event())
+            if self.done is not None:
+                origin.wait_event(self.done)
         copies = []
         for tensor in tensors:
             with streams.using(self.arriving):

@@ -47,17 +47,11 @@ def _changed(before: Sequence[Any], wanted: Sequence[Any]) -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
-@contextmanager
-def cast_cache(enabled: bool) -> Iterator[None]:
+def cast_cache(enabled: bool) -> AbstractContextManager[None]:
     """Turn autocast's cache of cast parameters on or off in the body.
 
     Uses of a parameter that share one cast sum their gradients in its dtype, if one autograd call
     covers them. The cache is process-wide, and a lane that leaves autocast empties it for all
     lanes. So which uses share a cast would depend on the execution and on timing.
     """
-    before = torch.is_autocast_cache_enabled()
-    try:
-        torch.set_autocast_cache_enabled(enabled)
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
+    return autocast_as([*settings()[:-1], enabled])

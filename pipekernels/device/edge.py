@@ -1,8 +1,9 @@
 """Copies between two devices that overlap with computation on both.
 
-The extension issues them (``device/p2p.py``), in the order in which they are sent, on streams of
-their own, which wait only for the source and for free memory at the target. This module says who
-owns which memory, and for how long:
+The extension issues them, in the order in which they are sent, on streams of their own, which wait
+only for the source and for free memory at the target; it owns streams, events and pinned memory
+(``csrc/include/pipekernels/p2p_copy/p2p_copy.h``). It knows streams by handles; that of default
+streams is 0, and so is the CPU's. This module says who owns which memory, and for how long:
 
 *Sources* were allocated on the source's computing stream. The edge refers to them until the next
 copy is sent; then it makes that stream wait for the copy, and drops them. So one source can be read
@@ -27,21 +28,53 @@ being captured. What such a stream would have to wait for, or be waited for, is 
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from pipekernels import _backend
 from pipekernels._torch_private import storage_key, storage_references
-from pipekernels.device import p2p, streams
-from pipekernels.device.p2p import Ticket
+from pipekernels.device import streams
 from pipekernels.device.streams import HOST
 
+_log = logging.getLogger(__name__)
+
 SLOT_BYTES = 4 << 20
+
+Ticket = Any
+"""``P2PTicket``: points in streams; none in a new ticket."""
+
+
+def new_ticket() -> Ticket:
+    """A ticket for ``send`` or ``mark``."""
+    return _backend.load().P2PTicket()
+
+
+def native_edge(source: torch.device, target: torch.device) -> Any:
+    """A ``P2PEdge``; RuntimeError if torch or the extension cannot use a device."""
+    for device in (source, target):
+        if streams.has_streams(device):
+            _backend.require_cuda(device)
+    edge = _backend.load().P2PEdge(_index(source), _index(target), SLOT_BYTES)
+    way = "by peer access" if edge.has_peer_access else "through the CPU's memory or the driver"
+    _log.info("copies from %s to %s go %s", source, target, way)
+    if edge.has_peer_access:
+        # torch's allocator may map memory itself (expandable segments), and then has to be told
+        # that the source writes to the target's. A copy of torch's own does that.
+        leaving = streams.external(source, edge.leaving)
+        with streams.using(leaving), streams.using(streams.external(target, edge.arriving)):
+            torch.empty(1, device=target).copy_(torch.zeros(1, device=source), non_blocking=True)
+    return edge
+
+
+def _index(device: torch.device) -> int:
+    """The number by which the extension knows ``device``: -1 is the CPU."""
+    return device.index if streams.has_streams(device) else -1
 
 
 class Arrival:
@@ -98,18 +131,16 @@ class Edge:
         self.target = target
         types = {source.type, target.type}
         self._overlaps = "cuda" in types and types <= {"cpu", "cuda"}
-        self._from, self._to = p2p.index(source), p2p.index(target)
+        self._from, self._to = _index(source), _index(target)
         if self._overlaps:
-            self._native = p2p.new_edge(source, target, SLOT_BYTES)
+            self._native = native_edge(source, target)
             self._arriving = streams.external(target, self._native.arriving)
             self._are_plain = _backend.load().are_plain
         self._sources: list[_PendingSource] = []
         self._received: list[_ReceivedBuffer] = []
         self._unused: list[tuple[Ticket, list[_ReceivedBuffer]]] = []
         self._pending_host_copies: list[tuple[Ticket, list[UntypedStorage]]] = []
-        self._issuing = False
-        # Reentrant: an allocation may run the garbage collector, which may call settle().
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
     def send(
         self, tensors: Sequence[Tensor], *, snapshot: bool = False
@@ -141,26 +172,21 @@ class Edge:
                 copies = [pinned_like(s) for s in sources]
             else:
                 copies = streams.empty_like(sources, self.target, self._arriving)
-            done = p2p.new_ticket()
+            done = new_ticket()
             arrival = Arrival(self.target, done)
             # All memory is listed before a copy is issued, in case send() raises afterwards.
-            # Until then the ticket is empty, and whoever asked it would drop the memory.
-            self._issuing = True
-            try:
-                source = _PendingSource(origin, done, _memory(snapshots or sources))
-                self._sources.append(source)
-                if self._arriving is HOST:
-                    self._pending_host_copies.append((done, _memory(copies)))
-                else:
-                    for storage in _memory(copies):  # Each copy is one of the references.
-                        key = storage_key(storage)
-                        references = storage_references(key)
-                        self._received.append(_ReceivedBuffer(storage, key, references, arrival))
-                still_reads = self._native.send(
-                    done, sources, copies, snapshots, origin, torch.get_num_threads()
-                )
-            finally:
-                self._issuing = False
+            source = _PendingSource(origin, done, _memory(snapshots or sources))
+            self._sources.append(source)
+            if self._arriving is HOST:
+                self._pending_host_copies.append((done, _memory(copies)))
+            else:
+                for storage in _memory(copies):  # Each copy is one of the references.
+                    key = storage_key(storage)
+                    references = storage_references(key)
+                    self._received.append(_ReceivedBuffer(storage, key, references, arrival))
+            still_reads = self._native.send(
+                done, sources, copies, snapshots, origin, torch.get_num_threads()
+            )
             if self._from < 0:
                 if not still_reads:
                     self._sources.remove(source)
@@ -168,18 +194,20 @@ class Edge:
                     self._release_sources()
         return copies, arrival
 
-    def settle(self) -> None:
-        """Drop all sources, and the received buffers that are no longer used.
+    def settle(self, *, blocking: bool = True) -> None:
+        """Drop all sources, and the received buffers that are no longer used; if not ``blocking``,
+        only if no other call on the edge is in progress.
 
         The streams that computed the sources wait for the copies, so later work on them may
         overwrite the sources.
         """
-        with self._lock:
-            if self._issuing:  # Called by the garbage collector during send().
-                return
-            self._release_sources()
-            self._reclaim_buffers()
-            self._reclaim_buffers()
+        if self._lock.acquire(blocking):
+            try:
+                self._release_sources()
+                self._reclaim_buffers()
+                self._reclaim_buffers()
+            finally:
+                self._lock.release()
 
     def _release_sources(self) -> None:
         while self._sources:
@@ -203,7 +231,7 @@ class Edge:
         if len(kept) < len(self._received):
             left = {buffer.key for buffer in kept}
             found = [buffer for buffer in self._received if buffer.key not in left]
-            used = p2p.new_ticket()
+            used = new_ticket()
             users = {stream for buffer in found for stream in buffer.arrival.users}
             if self._native.mark(used, list(users)):
                 self._unused.append((used, found))
@@ -237,7 +265,8 @@ def edge(source: torch.device, target: torch.device, *, backward: bool = False) 
 
 
 def settle_all() -> None:
-    """Call :meth:`Edge.settle` on every edge of the process, unless the interpreter is exiting."""
+    """Call :meth:`Edge.settle` on every edge of the process, unless the interpreter is exiting. For
+    the garbage collector, which an allocation in another call on an edge may run."""
     if not sys.is_finalizing():
         for each in list(_edges.values()):
-            each.settle()
+            each.settle(blocking=False)

@@ -1,8 +1,5 @@
-"""Streams and events, with a no-op version for devices without streams.
-
-On the CPU and ``meta`` an operation is done when its call returns. Their stream is ``HOST``, so
-that all devices run the same code. The interfaces are those of torch's streams and events.
-"""
+"""Streams of devices that have them, and ``HOST`` for those whose operations are done when the call
+returns: the CPU and ``meta``."""
 
 from __future__ import annotations
 
@@ -17,25 +14,7 @@ from pipekernels._torch_private import current_raw_stream
 
 Stream = Any
 """A ``torch.cuda.Stream``, or ``HOST``."""
-
-
-class _Host:
-    """The stream of a device whose operations are synchronous, and each of its events."""
-
-    def record_event(self) -> _Host:
-        return self
-
-    def wait_event(self, event: Any) -> None:
-        event.synchronize()
-
-    def wait(self, stream: Stream) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-HOST: Stream = _Host()
+HOST: Stream = None
 
 
 def with_index(device: torch.device | str | int) -> torch.device:

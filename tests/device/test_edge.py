@@ -87,7 +87,7 @@ def test_the_garbage_collector_may_settle_an_edge_during_a_copy() -> None:
 
     class Settled(RecordedEdge):
         def send(self, *args: Any) -> bool:
-            edge.settle()
+            edge.settle(blocking=False)
             return super().send(*args)
 
     with machine() as made:

@@ -1,4 +1,4 @@
-"""The compiled side of an edge (``pipekernels/device/p2p.py``) on recorded streams.
+"""The compiled side of an edge (``pipekernels/device/edge.py``) on recorded streams.
 
 It issues what ``csrc/cuda/p2p_copy/p2p_copy.cu`` issues, in the same streams and with the same
 waits; ``csrc/tests/p2p_copy_test.cpp`` tests that file itself. Handles are the streams.

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipekernels.device import edge, p2p, streams
+from pipekernels.device import edge, streams
 from pipekernels.pipeline.engine import stages
 from support.cuda.recorded_edge import RecordedEdge, RecordedTicket
 
@@ -413,9 +413,9 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
     """
     made = Machine()
 
-    def new_edge(source: torch.device, target: torch.device, slot_bytes: int) -> RecordedEdge:
+    def native_edge(source: torch.device, target: torch.device) -> RecordedEdge:
         can_write = peers and {source.type, target.type} == {"cuda"}
-        return RecordedEdge(made, source, target, slot_bytes, can_write)
+        return RecordedEdge(made, source, target, edge.SLOT_BYTES, can_write)
 
     engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
@@ -437,8 +437,8 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
         patch.setattr(streams, "external", lambda device, handle: handle)
         patch.setattr(streams, "current_handle", made.current)
         patch.setattr(streams, "empty_like", made.empty_like)
-        patch.setattr(p2p, "new_edge", new_edge)
-        patch.setattr(p2p, "new_ticket", RecordedTicket)
+        patch.setattr(edge, "native_edge", native_edge)
+        patch.setattr(edge, "new_ticket", RecordedTicket)
         patch.setattr(edge, "_edges", {})
         patch.setattr(edge, "pinned_like", made.pinned_like)
         patch.setattr(edge, "SLOT_BYTES", 96)
