@@ -31,6 +31,7 @@ Raises:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -67,9 +68,10 @@ def _collective(
     method_names: str = "",
     *,
     arguments: int = 2,
-    read: Callable[[Any], Any] = lambda opts: None,
+    read: Callable[[Any], Any] | None = None,
     native: Callable[..., bool] = lambda *_: False,
     is_one: bool = False,
+    copies: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make methods of ``run(group, value, result, *inputs)``, which runs once all earlier calls
     have ended, for each part of a call: a tensor or a list of tensors for each argument. Those of
@@ -83,9 +85,12 @@ def _collective(
         native: with native calls in place of the group: makes one of them if that suffices;
             returns whether it has.
         is_one: the arguments are those of the only part, and not lists for several.
+        copies: ``run`` copies to its results, which may be strided then.
     """
 
     def method_of(method_name: str, run: Callable[..., None]) -> Callable[..., dist.Work]:
+        runs = run if copies else partial(_run_on_dense, run)
+
         @disable_dynamo
         def method(self: _Group, *given: Any, **fields: Any) -> dist.Work:
             if len(given) <= arguments or not hasattr(given[arguments], "timeout"):
@@ -93,7 +98,7 @@ def _collective(
                 work: dist.Work = getattr(super(_Group, self), method_name)(*given, **fields)
                 return work
             opts, calls = given[arguments], self._flat_calls
-            value = read(opts)
+            value = None if read is None else read(opts)
             if (
                 calls is not None
                 and self._last is DONE
@@ -104,20 +109,19 @@ def _collective(
                 if len(tensors) == arguments and native(calls, value, *tensors):
                     return ENDED
             parts = parts_of(given[:arguments], is_one)
-            for decisive in tensors_in(each for part in parts for each in part[:2])[
-                -1:
-            ]:  # All ranks give this one.
-                if not decisive.is_cpu or decisive.layout != torch.strided:
-                    work = getattr(self._group_of(decisive.device), method_name)(*given)
+            tensors = tensors_in(parts[-1][:2]) if parts else []
+            for last in tensors[-1:]:  # All ranks give this one.
+                if not last.is_cpu or last.layout != torch.strided:
+                    work = getattr(self._group_of(last.device), method_name)(*given)
                     return work
 
             def body() -> None:
                 with torch.inference_mode():  # Allows writes to its tensors.
                     for result, *inputs in parts:
                         if calls is None or not native(calls, value, result, *inputs):
-                            _run_on_dense(result, run, self, value, *inputs)
+                            runs(self, value, result, *inputs)
 
-            return self._run(opts, body, tensors_in(part[0] for part in parts), name)
+            return self._run(opts, body, tensors_in([part[0] for part in parts]), name)
 
         return method
 
@@ -130,11 +134,11 @@ def _collective(
 
 
 def _run_on_dense(
-    result: Tensor | list[Tensor], run: Callable[..., None], group: Group, value: Any, *inputs: Any
+    run: Callable[..., None], group: Group, value: Any, result: Tensor | list[Tensor], *inputs: Any
 ) -> None:
-    results = tensors_in([result])
-    dense = [to_dense_in_place(each) for each in results]
-    run(group, value, dense if isinstance(result, list) else dense[0], *inputs)
+    results = result if isinstance(result, list) else [result]
+    dense = list(map(to_dense_in_place, results))
+    run(group, value, dense if results is result else dense[0], *inputs)
     for each, tensor in zip(dense, results, strict=True):
         put_back(each, tensor)
 
@@ -209,7 +213,7 @@ def _all_gather(group: Group, _: None, output: Tensor, input: Tensor) -> None:
     group._comm.all_gather(input.reshape(-1), out=output.view(-1))
 
 
-@_collective("all_gather", "allgather")
+@_collective("all_gather", "allgather", copies=True)
 def _all_gather_list(group: Group, _: None, outputs: list[Tensor], input: Tensor) -> None:
     check_parts("all_gather", outputs, group.size(), input)
     for row, output in zip(group._comm.all_gather(input.reshape(1, -1)), outputs, strict=True):

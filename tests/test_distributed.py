@@ -331,8 +331,6 @@ def test_wrong_sizes(rank: int) -> None:
         dist.all_gather([x, torch.empty(3)], x)
     with pytest.raises(ValueError, match=r"out must be .* of shape \(4,\).* got one of .*\(3,\)"):
         dist.all_gather_into_tensor(torch.empty(3), x)
-    with pytest.raises(ValueError, match=r"cuts into 2 equal slices.* has shape \(3,\)"):
+    with pytest.raises(ValueError, match="needs 2 x 2 elements of torch.float32, got 3 of"):
         dist.reduce_scatter_tensor(x, torch.empty(3))
-    with pytest.raises(ValueError, match=r"out must be .* of shape \(3,\).* got one of .*\(2,\)"):
-        dist.reduce_scatter_tensor(x, torch.empty(6))
     dist.barrier()

@@ -20,7 +20,7 @@ from torch import Tensor
 from pipekernels.comm.codes import MOVABLE, REDUCTIONS
 from pipekernels.comm.collectives import Collectives
 from pipekernels.comm.hosts.cpu import bytes_of
-from pipekernels.comm.tensors import check_rows, elements_of, output_for
+from pipekernels.comm.tensors import elements_of
 
 _FOLDS: dict[str, Callable[[Any, Any], Tensor]] = {
     "sum": torch.add,
@@ -71,8 +71,11 @@ def reduce_scatter(comm: Collectives, output: Tensor, input: Tensor, op: str, fa
         input = input * factor
     elif output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
         input = input.clone()
-    check_rows(input, comm._world_size)
-    output_for(input, (input.numel() // comm._world_size,), output)
+    if input.numel() != comm._world_size * output.numel() or input.dtype != output.dtype:
+        raise ValueError(
+            f"reduce_scatter over {comm._world_size} ranks needs {comm._world_size} x "
+            f"{output.numel()} elements of {output.dtype}, got {input.numel()} of {input.dtype}"
+        )
     if backend.reduces(input.dtype, op):
         backend.reduce_scatter(input, output, op)
     else:

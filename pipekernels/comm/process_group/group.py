@@ -57,9 +57,8 @@ def _point_to_point(name: str) -> Callable[..., dist.Work]:
 
 
 class Group(dist.ProcessGroup):
-    """A process group without its collectives on tensors.
+    """A process group without its collectives on tensors. Gloo serves what it does not override.
 
-    A Gloo backend serves what it does not override.
     All ranks must choose the same of communicator and Gloo, so the choice depends only on the
     operation and the kind of tensor.
     """
@@ -128,7 +127,7 @@ class Group(dist.ProcessGroup):
         if self._last is not DONE and self._last.done():
             self._last = DONE
         is_idle = self._last is DONE and not getattr(opts, "asyncOp", True)
-        with in_profile("%s of %d bytes", name, sum(each.nbytes for each in results)) as shown:
+        with in_profile("%s of %d bytes", name, sum([each.nbytes for each in results])) as shown:
             if is_idle or threading.get_ident() == self._thread_id:
                 body()
                 return ENDED if is_idle else Work(DONE, results)
