@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -227,11 +228,8 @@ def pytree_node(value: Any) -> PytreeNode | None:
 # ---- memory ----
 
 
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Identifies a storage, also one without memory; its Python object may be recreated."""
-    key: int = storage._cdata
-    return key
-
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Identifies a storage, also one without memory; its Python object may be recreated."""
 
 storage_references = torch._C._storage_Use_Count
 """The number of references to a storage, given by its :func:`storage_key`, by tensors, graphs and

@@ -31,7 +31,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +50,9 @@ Ticket = Any
 """``P2PTicket``: points in streams; none in a new ticket."""
 
 
-def new_ticket() -> Ticket:
-    """A ticket for ``send`` or ``mark``."""
-    return _backend.load().P2PTicket()
+def ticket_class() -> Callable[[], Ticket]:
+    """Makes tickets for ``send`` or ``mark``."""
+    return _backend.load().P2PTicket  # type: ignore[no-any-return]
 
 
 def native_edge(source: torch.device, target: torch.device) -> Any:
@@ -133,7 +133,7 @@ class Edge:
         self._overlaps = "cuda" in types and types <= {"cpu", "cuda"}
         self._from, self._to = _index(source), _index(target)
         if self._overlaps:
-            self._native = native_edge(source, target)
+            self._native, self._new_ticket = native_edge(source, target), ticket_class()
             self._arriving = streams.external(target, self._native.arriving)
             self._are_plain = _backend.load().are_plain
         self._sources: list[_PendingSource] = []
@@ -172,15 +172,17 @@ class Edge:
                 copies = [pinned_like(s) for s in sources]
             else:
                 copies = streams.empty_like(sources, self.target, self._arriving)
-            done = new_ticket()
+            done = self._new_ticket()
             arrival = Arrival(self.target, done)
             # All memory is listed before a copy is issued, in case send() raises afterwards.
-            source = _PendingSource(origin, done, _memory(snapshots or sources))
+            read = [tensor.untyped_storage() for tensor in snapshots or sources]
+            written = [tensor.untyped_storage() for tensor in copies]
+            source = _PendingSource(origin, done, read)
             self._sources.append(source)
             if self._arriving is HOST:
-                self._pending_host_copies.append((done, _memory(copies)))
+                self._pending_host_copies.append((done, written))
             else:
-                for storage in _memory(copies):  # Each copy is one of the references.
+                for storage in written:  # Each copy is one of the references.
                     key = storage_key(storage)
                     references = storage_references(key)
                     self._received.append(_ReceivedBuffer(storage, key, references, arrival))
@@ -231,15 +233,11 @@ class Edge:
         if len(kept) < len(self._received):
             left = {buffer.key for buffer in kept}
             found = [buffer for buffer in self._received if buffer.key not in left]
-            used = new_ticket()
+            used = self._new_ticket()
             users = {stream for buffer in found for stream in buffer.arrival.users}
             if self._native.mark(used, list(users)):
                 self._unused.append((used, found))
                 self._received = kept
-
-
-def _memory(tensors: list[Tensor]) -> list[UntypedStorage]:
-    return [tensor.untyped_storage() for tensor in tensors]
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
@@ -252,7 +250,7 @@ _edges: dict[tuple[torch.device, torch.device, bool], Edge] = {}
 _edges_lock = threading.RLock()
 
 
-def edge(source: torch.device, target: torch.device, *, backward: bool = False) -> Edge:
+def edge(source: torch.device, target: torch.device, backward: bool = False) -> Edge:
     """The process's edge from ``source`` to ``target``, two devices (CUDA ones with an index).
 
     ``backward`` selects the edge for gradients, which has its own streams.

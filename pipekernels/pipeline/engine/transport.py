@@ -37,7 +37,7 @@ class Transport:
         }
         # Copies that their receivers have not waited for yet.
         self.arrivals: dict[Receiver, list[Arrival]] = {}
-        self._edges: set[Edge] = set()
+        self._edges: dict[tuple[torch.device, torch.device, bool], Edge] = {}
         # If no backward is run, the graph keeps received buffers until it is freed: settle then.
         if devices:
             weakref.finalize(self, settle_all).atexit = False
@@ -84,10 +84,10 @@ class Transport:
             if tensor is not None and tensor.device != target:
                 routes.setdefault((tensor.device, target), []).append(i)
         for route, indices in routes.items():
-            used = edge(*route, backward=receiver[2])
+            key = (*route, receiver[2])
+            used = self._edges.get(key) or self._edges.setdefault(key, edge(*key))
             with in_profile("copy from %s to %s", *route):
                 copies, arrival = used.send([tensors[i] for i in indices])  # type: ignore[misc]
-            self._edges.add(used)
             self.arrivals.setdefault(receiver, []).append(arrival)
             for i, copy in zip(indices, copies, strict=True):
                 result[i] = copy
@@ -101,7 +101,7 @@ class Transport:
             self._settle()
 
     def _settle(self) -> None:
-        for used in self._edges:
+        for used in self._edges.values():
             used.settle()
         self._edges.clear()
 

@@ -438,7 +438,7 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
         patch.setattr(streams, "current_handle", made.current)
         patch.setattr(streams, "empty_like", made.empty_like)
         patch.setattr(edge, "native_edge", native_edge)
-        patch.setattr(edge, "new_ticket", RecordedTicket)
+        patch.setattr(edge, "ticket_class", lambda: RecordedTicket)
         patch.setattr(edge, "_edges", {})
         patch.setattr(edge, "pinned_like", made.pinned_like)
         patch.setattr(edge, "SLOT_BYTES", 96)
