@@ -131,9 +131,8 @@ def _sharded_like(base: Any, factor: nn.Linear, name: str) -> nn.Module:
     if isinstance(base, RowParallelLinear):
         options = {"input_is_parallel": base.input_is_parallel, "reduce": base.reduce}
     else:
-        options = {"gather_output": base.gather_output, "copies": base.copies}
-        options["blocks"] = base.blocks or None
-    options["invariant"] = base.invariant
+        options = {"gather_output": base.gather_output, "blocks": base.blocks or None}
+    options |= {"heads": base.heads, "invariant": base.invariant}
     result: ShardedLinear = type(base).from_linear(factor, base.comm, **options)
     result.name = name
     return result

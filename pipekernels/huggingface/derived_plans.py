@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from itertools import combinations, groupby
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import torch
@@ -54,11 +55,37 @@ MOST_TRIALS = 24
 Reached = dict[nn.Module, Tensor]  # By producer: bool, [its features] or [features, its features].
 
 
+class Counter(NamedTuple):
+    """What has the number of blocks of a group of layers, in models of other sizes: an attribute;
+    or the features of ``layer``, where the attribute is the size of a block, which it repeats."""
+
+    owner: str
+    attribute: str
+    layer: str = ""
+    repeats: int = 1
+
+    def blocks(self, model: nn.Module, name: str) -> int:
+        """The number of blocks in the group of the module ``name``."""
+
+        def nearest(wild: str) -> Any:
+            places = named(model, {wild: None})
+            near = max(places, key=lambda place: len(commonprefix((place, name))))
+            return model.get_submodule(near)
+
+        value: int = getattr(nearest(self.owner), self.attribute)
+        if not self.layer:
+            return value
+        layer = nearest(self.layer)
+        return features_of(getattr(layer, "base_layer", layer))[1] // (value * self.repeats)
+
+
 class Derived(NamedTuple):
     """What could be found. Names have ``*`` in place of numbers."""
 
     kinds: Mapping[str, str]
     divided: Mapping[str, tuple[str, ...]]
+    counters: Mapping[str, Counter]
+    """By modules whose features are in blocks of several, which ranks hold whole."""
     refused: Mapping[str, str]
     """By layers that stay whole: why."""
     copy: Description
@@ -89,6 +116,7 @@ def _derive(model: nn.Module, inputs: dict[str, Tensor], deep: nn.Module) -> Der
     names = {name: without_numbers(name) for name, _ in model.named_modules()}
     kinds: dict[str, str] = {}
     divided: dict[str, tuple[str, ...]] = {}
+    counters: dict[str, Counter] = {}
     refused: dict[str, str] = {}
     for producers, consumers in flow.groups():
         layers = {without_numbers(flow.names[layer]) for layer in (*producers, *consumers)}
@@ -110,16 +138,20 @@ def _derive(model: nn.Module, inputs: dict[str, Tensor], deep: nn.Module) -> Der
             if why is None:
                 own |= split if more else {}
                 keys = {names[name]: tuple(keys) for name, keys in attributes.items()}
-                why = blocks.unknown_in_model(model, attributes) or difference(
-                    deep, deep_cases, named(deep, own), named(deep, keys), RANKS
-                )
+                counter = blocks.counter(model, attributes)
+                if blocks.size == 1 or counter is not None:
+                    there = named(deep, own), named(deep, keys)
+                    why = difference(deep, deep_cases, *there, RANKS)
+                else:
+                    why = f"it has blocks of {blocks.size} features, of which a rank might cut some"
                 if why is None:
                     kinds |= own
                     divided |= keys
+                    counters |= dict.fromkeys(own, counter) if counter else {}
                 break
         if why is not None:
             refused[shown] = why
-    return Derived(kinds, divided, refused, copy_of_all)
+    return Derived(kinds, divided, counters, refused, copy_of_all)
 
 
 @contextmanager
@@ -274,7 +306,7 @@ class _Blocks:
             key: [number[find(start + i)] for i in range(features_of(key[0])[not key[1]])]
             for key, start in starts.items()
         }
-        self.size = min(len(list(same)) for of in self._of.values() for _, same in groupby(of))
+        self.size = min(min(self._runs(key)) for key in self._of)
 
     def kinds(self) -> dict[str, str] | None:
         """By names without numbers; None if the blocks cannot be divided among ranks."""
@@ -309,21 +341,29 @@ class _Blocks:
                     found[without_numbers(f"{name}.{child}")] = "replicated_with_grad_allreduce"
         return found
 
-    def unknown_in_model(
-        self, model: nn.Module, divided: Mapping[str, Sequence[str]]
-    ) -> str | None:
-        """Says so if the number of blocks in the model itself, of other sizes, is not known: they
-        are not single features, nor counted by an attribute to divide, nor heads of a known size.
-        """
-        values = [getattr(model.get_submodule(n), k) for n, keys in divided.items() for k in keys]
-        if self.size == 1 or self.count in values:
+    def counter(self, model: nn.Module, divided: Mapping[str, Sequence[str]]) -> Counter | None:
+        """How the model itself, of other sizes, counts its blocks: by an attribute to divide, or as
+        heads of a known size. None if that is not known, or they are single features."""
+        if self.size == 1:
             return None
+        for owner, keys in divided.items():
+            for key in keys:
+                if getattr(model.get_submodule(owner), key) == self.count:
+                    return Counter(without_numbers(owner), key)
         for layer in self._producers:
+            name = without_numbers(self._flow.names[layer])
+            runs = self._runs((layer, False))
             for depth in (1, 2):  # Some wrap a linear layer.
-                owner = model.get_submodule(".".join(self._flow.names[layer].split(".")[:-depth]))
-                if any("head" in k and value == self.size for k, value in vars(owner).items()):
-                    return None
-        return f"it has blocks of {self.size} features, of which a rank's share may cut some"
+                owner = ".".join(self._flow.names[layer].split(".")[:-depth])
+                for key, value in vars(model.get_submodule(owner)).items():
+                    if "head" in key and value == self.size == min(runs):
+                        place = without_numbers(owner)
+                        return Counter(place, key, name, len(runs) // self.count)
+        return None
+
+    def _runs(self, key: tuple[nn.Module, bool]) -> list[int]:
+        """How many features of each block follow one another in a layer."""
+        return [len(list(same)) for _, same in groupby(self._of[key])]
 
     def split_parameters(self, model: nn.Module) -> dict[str, str]:
         """The kind of modules that own producers and parameters that may count heads."""
@@ -398,10 +438,12 @@ def derived_plan(model: Any, config: Any) -> ProvidedPlan:
                 _known[key] = derive(type(model), config)
             except ValueError as error:
                 _log.info("no plan is derived for %s: %s", type(model).__name__, error)
-                _known[key] = Derived({}, {}, {}, {})
+                _known[key] = Derived({}, {}, {}, {}, {})
         derived = _known[key]
     for layers, why in derived.refused.items():
         _log.info("%s of %s stay whole: %s", layers, type(model).__name__, why)
     kinds = named(model, derived.kinds)
     check_alike(model, derived.copy, kinds)
-    return ProvidedPlan(kinds, named(model, derived.divided))
+    counts = {n: c.blocks(model, n) for n, c in named(model, derived.counters).items()}
+    heads = {name: (count, count) for name, count in counts.items()}
+    return ProvidedPlan(kinds, named(model, derived.divided), heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,6 +13,7 @@ from pipekernels.huggingface.derived_plans import derived_plan
 from pipekernels.huggingface.generation import adapt_generate, warn_of_attentions
 from pipekernels.huggingface.pretrained import save_full_models
 from pipekernels.tensor_parallel.experts import is_experts
+from pipekernels.tensor_parallel.functional import Heads
 from pipekernels.tensor_parallel.plan.providers import PlanProvider, ProvidedPlan, base_of
 from pipekernels.tensor_parallel.sharded import sharded_layers
 
@@ -29,19 +31,21 @@ class Transformers(PlanProvider):
         if not hasattr(config, "to_dict"):
             return None
         carried: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-        plan = ProvidedPlan(carried) if carried else _TABLES.get(getattr(config, "model_type", ""))
-        if plan is None:
-            plan = derived_plan(model, config)
-        elif carried and not _names_attention(model, carried):
+        known = ProvidedPlan(carried) if carried else _TABLES.get(getattr(config, "model_type", ""))
+        plan = known
+        if plan is None or (carried and not _names_attention(model, carried)):
             plan = _with_derived(model, carried, derived_plan(model, config))
+        heads = _heads(model, plan.words, config)
+        if plan is not known:  # What is derived are groups, of which these may be the heads.
+            of = {name: heads.get(name, own) for name, own in plan.heads.items()}
+            heads = {n: of[n] if of[n][1] == own[1] else own for n, own in plan.heads.items()}
         words = {**_experts(model, plan.words), **_adapted(model, plan.words, config)}
         if not words:
             return None
         if not carried:
             words |= dict.fromkeys(_output_head(model), "column_gather_output")
-        plan = plan._replace(words=words)
-        _check_functions(model, plan.words)
-        return plan._replace(heads=_heads(config))
+        _check_functions(model, words)
+        return plan._replace(words=words, heads=heads)
 
     def prepare(self, model: nn.Module) -> None:
         save_full_models(model)
@@ -82,7 +86,7 @@ def _with_derived(
         for owner, keys in derived.divided.items()
         if any(name.startswith(f"{owner}.") for name in words)
     }
-    return ProvidedPlan(words | dict(carried), divided)
+    return ProvidedPlan(words | dict(carried), divided, derived.heads)
 
 
 def _experts(model: nn.Module, words: Mapping[str, str]) -> dict[str, str]:
@@ -114,17 +118,36 @@ def _adapted(model: nn.Module, words: Mapping[str, str], config: Any) -> dict[st
     }
 
 
-def _heads(config: Any) -> dict[str, int]:
-    """The numbers of heads of queries, by where they are in ``config``."""
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    field = "num_attention_heads"
-    heads = {name: getattr(config, name, None) for name in (field, "decoder_attention_heads")}
-    per_layer = getattr(config, f"{field}_per_layer", None) or ()
-    heads |= {f"{field}_per_layer[{layer}]": number for layer, number in enumerate(per_layer)}
-    for layer, own in (config.to_dict().get("per_layer_config") or {}).items():
-        heads[f"per_layer_config[{layer}].{field}"] = own.get(field)
-    return {name: number for name, number in heads.items() if isinstance(number, int)}
+_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
+_ATTENTION = re.compile(r".*(attn|attention)[^.]*", re.IGNORECASE)
+
+
+def _heads(model: nn.Module, words: Mapping[str, str], config: Any) -> dict[str, Heads]:
+    """The heads of modules of attention that a plan names."""
+    found: dict[str, Heads] = {}
+    for name, _ in model.named_modules():
+        attention = _ATTENTION.match(name)
+        if attention and any(fnmatchcase(name, pattern) for pattern in words):
+            heads, keys = _counts(model.get_submodule(attention[0]), config)
+            of_keys = {"k_proj", "v_proj"}.intersection(name.split("."))
+            found[name] = (keys, keys) if of_keys else (heads, keys)
+    return found
+
+
+def _counts(attention: nn.Module, config: Any) -> Heads:
+    """How many heads of queries and of keys a module has."""
+    inner = reversed(list(attention.modules()))
+    own: dict[str, Any] = {key: v for module in inner for key, v in vars(module).items()}
+    groups, size = own.get("num_key_value_groups"), own.get("head_dim")
+    layer = getattr(attention, "k_proj", None)  # Those with adapters have features as well.
+    features = getattr(getattr(layer, "linear", layer), "out_features", None)
+    if isinstance(groups, int) and isinstance(size, int) and isinstance(features, int):
+        return features // size * groups, features // size
+    config = own.get("config", config)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    fields = [source.get(field) for source in (own, config.to_dict()) for field in _COUNTS]
+    heads = next((n for n in fields if isinstance(n, int)), 1)
+    return heads, heads // groups if isinstance(groups, int) else heads
 
 
 def _output_head(model: Any) -> list[str]:

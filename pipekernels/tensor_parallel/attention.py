@@ -14,6 +14,7 @@ from pipekernels.tensor_parallel.functional import (
     copy_to_ranks,
     gather_from_ranks,
     reduce_from_ranks,
+    shard_spans,
 )
 from pipekernels.tensor_parallel.linear import RowParallelLinear
 from pipekernels.tensor_parallel.partial_gradients import mark_column_output
@@ -41,7 +42,7 @@ class ParallelMultiheadAttention(ShardedLayer):
 
     Raises:
         TypeError: ``attention`` is of another class, or has hooks or parametrizations.
-        ValueError: the world size does not divide its heads; or it has ``kdim``, ``vdim``,
+        ValueError: there are more ranks than heads; or it has ``kdim``, ``vdim``,
             ``add_bias_kv`` or ``add_zero_attn``.
     """
 
@@ -66,20 +67,17 @@ class ParallelMultiheadAttention(ShardedLayer):
             )
         if is_hooked(attention) or not names <= set(_STATE):
             raise TypeError(f"attention has hooks or parametrizations; {REMEDY}")
-        super().__init__(Sharding(comm, blocks=(attention.embed_dim,) * 3))
-        if attention.num_heads % comm.world_size:
-            raise ValueError(
-                f"{comm.world_size} ranks cannot share {attention.num_heads} heads evenly; use a "
-                "number of ranks that divides it, or leave this layer as it is"
-            )
+        heads = (attention.num_heads, attention.num_heads)
+        super().__init__(Sharding(comm, (attention.embed_dim,) * 3, heads))
         self.embed_dim = attention.embed_dim
         self.head_dim = attention.head_dim
-        self.num_heads = attention.num_heads // comm.world_size
+        self._spans = shard_spans(attention.num_heads, comm.world_size, heads)  # Of heads.
+        self._first_head, self.num_heads = self._spans[comm.rank]
         self.dropout = attention.dropout
         self.batch_first = attention.batch_first
         self._qkv_same_embed_dim = True  # nn.TransformerEncoderLayer asks.
         self._adopt({name: getattr(attention, name) for name in self.parameter_names})
-        self.out_proj = RowParallelLinear.from_linear(attention.out_proj, comm)
+        self.out_proj = RowParallelLinear.from_linear(attention.out_proj, comm, heads=heads)
         self.train(attention.training)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
@@ -89,7 +87,7 @@ class ParallelMultiheadAttention(ShardedLayer):
     def to_full(self) -> nn.Module:
         full = nn.MultiheadAttention(
             self.embed_dim,
-            self.num_heads * self.world_size,
+            self.embed_dim // self.head_dim,
             self.dropout,
             self.in_proj_bias is not None,
             batch_first=self.batch_first,
@@ -139,11 +137,11 @@ class ParallelMultiheadAttention(ShardedLayer):
             output = output.transpose(0, 1)
         output = self.out_proj(output if is_batched else output.squeeze(0))
         if weights is not None:
-            heads = self.num_heads * self.world_size
+            sizes = [held for _, held in self._spans]
             if average_attn_weights:
-                weights = reduce_from_ranks(weights.sum(1), self.comm) / heads
+                weights = reduce_from_ranks(weights.sum(1), self.comm) / sum(sizes)
             else:
-                weights = gather_from_ranks(weights.movedim(1, -1), self.comm, heads)
+                weights = gather_from_ranks(weights.movedim(1, -1), self.comm, sizes)
                 weights = weights.movedim(-1, 1)
             weights = weights if is_batched else weights.squeeze(0)
         return output, weights
@@ -172,10 +170,10 @@ class ParallelMultiheadAttention(ShardedLayer):
 
     def _mask(self, attn: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """Both masks as numbers to add to scores of shape ``[batch, heads, length, length]``."""
-        batch, heads = q.shape[0], self.num_heads
+        batch = q.shape[0]
         if attn is not None and attn.dim() == 3:
             attn = attn.unflatten(0, (batch, -1))
-            attn = attn[:, self.rank * heads : (self.rank + 1) * heads]
+            attn = attn.narrow(1, self._first_head, self.num_heads)
         masks = [attn]
         if padding is not None:
             masks.append(padding.view(batch, 1, 1, -1))

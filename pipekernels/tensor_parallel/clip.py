@@ -44,7 +44,7 @@ def clip_grad_norm_(
         if parameter in sharded:  # Also without a gradient: every rank must join the all-gather.
             layer, name = sharded[parameter]
             blocks = [size for _, size in layer.spans(name)]
-            counts = layer.rank % layer.copies == 0
+            counts = layer.shards.index(layer.shards[layer.rank]) == layer.rank
             shard = ShardGradient(parameter, layer.shard_dim(name), blocks, counts)
             groups.setdefault((layer.arithmetic, layer.comm), []).append(shard)
         elif parameter.grad is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipekernels.comm import Communicator
 from pipekernels.comm.functional import all_reduce
 from pipekernels.tensor_parallel.arithmetic import arithmetic_of
-from pipekernels.tensor_parallel.functional import reduce_from_ranks, shard_sizes
+from pipekernels.tensor_parallel.functional import reduce_from_ranks, shard_spans
 
 
 def vocab_parallel_cross_entropy(
@@ -50,8 +50,7 @@ def vocab_parallel_cross_entropy(
         IndexError: a target is neither a class nor ``ignore_index``; on CUDA an assertion fails on
             the device.
     """
-    sizes = shard_sizes(num_classes, comm.world_size)
-    start, own = sum(sizes[: comm.rank]), sizes[comm.rank]
+    start, own = shard_spans(num_classes, comm.world_size)[comm.rank]
     if logits.shape != (*target.shape, own):
         raise ValueError(
             f"rank {comm.rank} of {comm.world_size} holds {own} of {num_classes} classes, so for a "

@@ -33,7 +33,7 @@ from pipekernels.tensor_parallel.functional import (
     copy_to_ranks,
     gather_from_ranks,
     reduce_from_ranks,
-    shard_sizes,
+    shard_spans,
 )
 from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
@@ -119,9 +119,8 @@ class ParallelExperts(ShardedLayer):
 
     def spans(self, name: str) -> list[tuple[int, int]]:
         blocks, features, unit = self._layout(name)
-        sizes = shard_sizes(features, self.world_size)
-        start, size = sum(sizes[: self.rank]) * unit, sizes[self.rank] * unit
-        return [(block * features * unit + start, size) for block in range(blocks)]
+        start, size = shard_spans(features, self.world_size)[self.rank]
+        return [((block * features + start) * unit, size * unit) for block in range(blocks)]
 
     def gather(self, name: str, part: Tensor) -> Tensor:
         blocks, features, unit = self._layout(name)
@@ -178,7 +177,7 @@ class ParallelExperts(ShardedLayer):
         experts = self.get_parameter(first).shape[0]
         flat = chosen.reshape(-1)
         if self.expert_parallel:
-            flat = flat - sum(shard_sizes(self.num_experts, self.world_size)[: self.rank])
+            flat = flat - shard_spans(self.num_experts, self.world_size)[self.rank][0]
             order = ((flat >= 0) & (flat < experts)).nonzero().squeeze(1)
             y = self._few(x[order // count], flat[order].unsqueeze(1), b1, b2)
         else:

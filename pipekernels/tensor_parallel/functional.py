@@ -29,7 +29,8 @@ forward-mode differentiation and the transforms of ``torch.func`` raise a Runtim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -46,6 +47,9 @@ from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.local_ops.sharded_gemm import as_matrix, sharded_gemm
 from pipekernels.local_ops.transforms import check_differentiated_once
 from pipekernels.tensor_parallel.products import linear_all_reduce
+
+Heads: TypeAlias = tuple[int, int]
+"""Of attention: how many heads a layer's features are of, and how many heads of keys there are."""
 
 _LAYERS = "a layer that is sharded over ranks"  # For errors.
 
@@ -64,6 +68,53 @@ def shard_sizes(size: int, world_size: int) -> list[int]:
     return micro_batch_sizes(size, world_size)
 
 
+def shard_spans(size: int, world_size: int, heads: Heads | None = None) -> list[tuple[int, int]]:
+    """Where the features that each rank holds lie among all ``size``: start and size, by rank.
+
+    Without ``heads``, sizes are those of :func:`shard_sizes`. Else ranks hold whole groups, each a
+    head of keys with the heads of queries that read it; the first ranks one more. With fewer groups
+    than ranks, several hold a head of keys, and each a part of its queries: on 3 ranks, 14 heads
+    over 2 are 7, 4 and 3, and their keys, ``(2, 2)``, the first one and twice the second.
+
+    Raises:
+        ValueError: a rank would hold no feature; or ``size`` is not that of so many heads.
+    """
+    if heads is None:
+        sizes = shard_sizes(size, world_size)
+        return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
+    count, keys = heads
+    if not 1 <= keys <= count or count % keys or size % count:
+        raise ValueError(
+            f"cannot cut {size} features between {count} heads over {keys} heads of keys; give the "
+            "numbers of heads in all, each of which divides the number before"
+        )
+    group = count // keys
+    if keys >= world_size:
+        spans = [(start * group, held * group) for start, held in shard_spans(keys, world_size)]
+    else:
+        if group > 1:
+            check_heads(heads, world_size)
+        spans = []
+        for key, ranks in enumerate(reversed(shard_sizes(world_size, keys))):
+            parts = [(0, 1)] * ranks if group == 1 else shard_spans(group, ranks)
+            spans += [(key * group + start, held) for start, held in parts]
+    return [(start * size // count, held * size // count) for start, held in spans]
+
+
+def shares(size: int, world_size: int, heads: Heads | None = None) -> list[int]:
+    """The sizes of :func:`shard_spans`."""
+    return [held for _, held in shard_spans(size, world_size, heads)]
+
+
+def check_heads(heads: Heads | None, world_size: int) -> None:
+    """Raise ValueError if there is not a head for each rank."""
+    if heads is not None and heads[0] < world_size:
+        raise ValueError(
+            f"{world_size} ranks cannot share {heads[0]} attention heads: every rank needs at "
+            "least one; use fewer ranks, or a plan that leaves this attention whole"
+        )
+
+
 def copy_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
     """A view of the replicated ``x``, from which each rank computes its own part of the layer."""
     if can_skip_dispatcher([x]):
@@ -71,11 +122,12 @@ def copy_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
     return _step(x, comm, "rank", _same, _sum)
 
 
-def copy_to_holders(x: Tensor, comm: Communicator, copies: int) -> Tensor:
-    """A view of ``x``, a shard that ``copies`` consecutive ranks hold, all of which use it."""
+def copy_to_holders(x: Tensor, comm: Communicator, shards: Sequence[int]) -> Tensor:
+    """A view of the shard ``x``, which several ranks hold and use; ``shards`` are the numbers of
+    the shards by rank."""
     if can_skip_dispatcher([x]):
         return x.view_as(x)
-    return _step(x, comm, copies, _same, _sum_of_holders)
+    return _step(x, comm, shards, _same, _sum_of_holders)
 
 
 def reduce_from_ranks(x: Tensor, comm: Communicator, order: str = "rank") -> Tensor:
@@ -89,13 +141,14 @@ def reduce_from_ranks(x: Tensor, comm: Communicator, order: str = "rank") -> Ten
 def scatter_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
     """This rank's slice of the replicated ``x`` along the last dimension,
     ``[..., shard_sizes(x.shape[-1], world_size)[rank]]``, contiguous."""
-    return _step(x, comm, x.shape[-1], _own_slice, _join_slices)
+    return _step(x, comm, shard_sizes(x.shape[-1], comm.world_size), _own_slice, _join_slices)
 
 
-def gather_from_ranks(x: Tensor, comm: Communicator, size: int) -> Tensor:
+def gather_from_ranks(x: Tensor, comm: Communicator, size: int | Sequence[int]) -> Tensor:
     """The slices of all ranks, ``[..., shard_sizes(size, world_size)[rank]]``, joined along the
-    last dimension for a replicated loss: ``[..., size]``."""
-    return _step(x, comm, size, _join_slices, _own_slice)
+    last dimension for a replicated loss: ``[..., size]``. ``size`` may be the sizes by rank."""
+    sizes = shard_sizes(size, comm.world_size) if isinstance(size, int) else size
+    return _step(x, comm, sizes, _join_slices, _own_slice)
 
 
 def row_linear(x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool = False) -> Tensor:
@@ -131,7 +184,7 @@ def row_linear(x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool =
     return result
 
 
-# A step on ``x``, and what its forward and its backward need: a size, an order, or copies.
+# A step on ``x``, and what its forward and its backward need: sizes, an order, or shards.
 _Transform: TypeAlias = Callable[[Tensor, Communicator, Any], Tensor]
 
 
@@ -169,10 +222,10 @@ def _sum(x: Tensor, comm: Communicator, order: str) -> Tensor:
     return all_reduce(x, comm, order=order)
 
 
-def _sum_of_holders(grad: Tensor, comm: Communicator, copies: int) -> Tensor:
+def _sum_of_holders(grad: Tensor, comm: Communicator, shards: Sequence[int]) -> Tensor:
     """The sum of the gradients of the ranks that hold a shard, by an all-reduce of all shards."""
-    all_shards = grad.new_zeros(comm.world_size // copies, *grad.shape)
-    own = comm.rank // copies
+    all_shards = grad.new_zeros(max(shards) + 1, *grad.shape)
+    own = shards[comm.rank]
     all_shards[own] = grad
     # A copy: the rest of the reduction's result can be freed.
     return all_reduce(all_shards, comm)[own].clone()
@@ -211,23 +264,21 @@ class _RowLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None
 
 
-def _own_slice(x: Tensor, comm: Communicator, _: int) -> Tensor:
-    sizes = shard_sizes(x.shape[-1], comm.world_size)
+def _own_slice(x: Tensor, comm: Communicator, sizes: Sequence[int]) -> Tensor:
     start = sum(sizes[: comm.rank])
     # A copy: the result of a custom forward must not alias its input.
     return x[..., start : start + sizes[comm.rank]].clone(memory_format=torch.contiguous_format)
 
 
-def _join_slices(x: Tensor, comm: Communicator, size: int) -> Tensor:
-    sizes = shard_sizes(size, comm.world_size)
+def _join_slices(x: Tensor, comm: Communicator, sizes: Sequence[int]) -> Tensor:
     if x.shape[-1] != sizes[comm.rank]:
         raise ValueError(
-            f"rank {comm.rank} holds {sizes[comm.rank]} of {size} features over {comm.world_size} "
-            f"ranks, but x has shape {tuple(x.shape)}"
+            f"rank {comm.rank} holds {sizes[comm.rank]} of {sum(sizes)} features over "
+            f"{comm.world_size} ranks, but x has shape {tuple(x.shape)}"
         )
-    # All-gather needs equal shapes: narrower slices are padded by one feature.
-    if x.shape[-1] < sizes[0]:
-        x = pad(x, (0, 1))
+    # All-gather needs equal shapes: narrower slices are padded.
+    if x.shape[-1] < max(sizes):
+        x = pad(x, (0, max(sizes) - x.shape[-1]))
     slices = all_gather(x.unsqueeze(0), comm)
     return torch.cat([slices[r, ..., :width] for r, width in enumerate(sizes)], dim=-1)
 

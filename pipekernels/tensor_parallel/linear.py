@@ -48,6 +48,8 @@ from pipekernels.tensor_parallel.full_layer import (
     linear_classes,
 )
 from pipekernels.tensor_parallel.functional import (
+    Heads,
+    check_heads,
     copy_to_holders,
     copy_to_ranks,
     gather_from_ranks,
@@ -178,6 +180,7 @@ class RowParallelLinear(ShardedLinear):
         bias: whether there is one; replicated, and added once, after the reduction.
         comm: the communicator whose ranks hold the layer.
         input_is_parallel: the input holds only this rank's features; else it is the replicated one.
+        heads: of attention, see :class:`ColumnParallelLinear`.
         reduce: ``'all_reduce'``: the full output on every rank. ``'reduce_scatter'``: this rank's
             slice of the output's first dimension, which the world size must divide. ``'none'``:
             this rank's partial sum, to be reduced by the caller; needs ``bias=False`` or
@@ -194,8 +197,8 @@ class RowParallelLinear(ShardedLinear):
 
     Raises:
         TypeError: ``comm`` is not a communicator; an input has another dtype, without autocast.
-        ValueError: more ranks than ``in_features``; an unknown ``reduce``; a bias with
-            ``reduce='none'``; an input of the wrong shape or device.
+        ValueError: more ranks than ``in_features`` or heads; heads that do not fit; an unknown
+            ``reduce``; a bias with ``reduce='none'``; an input of the wrong shape or device.
     """
 
     shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
@@ -208,6 +211,7 @@ class RowParallelLinear(ShardedLinear):
         *,
         comm: Communicator,
         input_is_parallel: bool = True,
+        heads: Heads | None = None,
         reduce: str = "all_reduce",
         skip_bias_add: bool = False,
         invariant: bool = False,
@@ -223,10 +227,14 @@ class RowParallelLinear(ShardedLinear):
                 "reduce='none' returns partial sums, to which a bias would be added once per rank; "
                 "pass bias=False, or skip_bias_add=True and add the bias after the reduction"
             )
+        if heads is not None and not input_is_parallel:
+            raise ValueError(f"heads={heads} goes with input_is_parallel=True only")
         home = None if device is None else usable(device)
         full = nn.Linear(in_features, out_features, bias, home, dtype)
-        super().__init__(full, Sharding(comm, invariant=invariant), skip_bias_add=skip_bias_add)
-        self.arithmetic.check_row(in_features, comm, reduce, bias=bias)
+        sharding = Sharding(comm, heads=heads, invariant=invariant)
+        super().__init__(full, sharding, skip_bias_add=skip_bias_add)
+        check_heads(heads, comm.world_size)
+        self.arithmetic.check_row(in_features, comm, reduce, bias=bias, heads=heads)
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce
         self._may_be_skinny = input_is_parallel and reduce == "all_reduce"
@@ -286,8 +294,9 @@ class ColumnParallelLinear(ShardedLinear):
         gather_output: return the full output on every rank, instead of this rank's features.
         blocks: sizes of the layers that are fused into this one (``qkv``, ``gate_up_proj``), whose
             sum is ``out_features``: each is sharded by itself.
-        copies: how many consecutive ranks hold each shard, as grouped-query attention with fewer
-            key heads than ranks needs. Their gradients are summed.
+        heads: of attention, how many heads the features are of, and how many heads of keys there
+            are: ``(14, 2)`` for queries, ``(2, 2)`` for keys and values. Ranks hold whole heads,
+            several the same if there are fewer (:doc:`/guides/tensor_parallel` has a table).
         skip_bias_add, invariant, device, dtype: as for :class:`RowParallelLinear`.
 
     Attributes:
@@ -297,7 +306,7 @@ class ColumnParallelLinear(ShardedLinear):
 
     Raises:
         TypeError: ``comm`` is not a communicator; an input has another dtype, without autocast.
-        ValueError: more ranks than ``out_features`` or a block has; blocks or copies that do not
+        ValueError: more ranks than ``out_features`` or a block has; blocks or heads that do not
             fit; an input of the wrong shape or device.
     """
 
@@ -312,7 +321,7 @@ class ColumnParallelLinear(ShardedLinear):
         comm: Communicator,
         gather_output: bool = False,
         blocks: Sequence[int] | None = None,
-        copies: int = 1,
+        heads: Heads | None = None,
         skip_bias_add: bool = False,
         invariant: bool = False,
         device: torch.device | str | int | None = None,
@@ -323,19 +332,15 @@ class ColumnParallelLinear(ShardedLinear):
                 f"blocks={list(blocks)} must sum up to out_features={out_features}, and go without "
                 "gather_output"
             )
-        if copies > 1 and (blocks is not None or gather_output):
-            raise ValueError(f"copies={copies} goes with neither blocks nor gather_output")
+        if heads is not None and gather_output:
+            raise ValueError(f"heads={heads} goes with gather_output=False only")
         home = None if device is None else usable(device)
         full = nn.Linear(in_features, out_features, bias, home, dtype)
-        sharding = Sharding(comm, blocks or (), copies, invariant)
+        sharding = Sharding(comm, blocks or (), heads, invariant)
         super().__init__(full, sharding, skip_bias_add=skip_bias_add)
-        if copies > 1 and out_features % (comm.world_size // copies):
-            raise ValueError(
-                f"{comm.world_size // copies} shards, each with copies={copies}, must be of one "
-                f"size, but there are {out_features} features; use fewer ranks"
-            )
-        self.arithmetic.check_column(blocks or [out_features], comm, copies=copies)
+        self.arithmetic.check_column(blocks or [out_features], comm, heads=heads)
         self.gather_output = gather_output
+        self.is_shared = len(set(self.shards)) < comm.world_size
         self._own_blocks = [size for _, size in self.spans("weight")]
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
@@ -350,10 +355,10 @@ class ColumnParallelLinear(ShardedLinear):
             if y is not None:
                 return y
         self._check_input(x, weight, self.in_features)
-        if self.copies > 1:
-            weight = copy_to_holders(weight, self.comm, self.copies)
+        if self.is_shared:
+            weight = copy_to_holders(weight, self.comm, self.shards)
             if bias is not None:
-                bias = copy_to_holders(bias, self.comm, self.copies)
+                bias = copy_to_holders(bias, self.comm, self.shards)
         added = None if self.skip_bias_add else bias
         y = self.arithmetic.column_linear(x, weight, added, self.comm, self._own_blocks)
         if self.gather_output:

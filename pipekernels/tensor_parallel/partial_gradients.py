@@ -17,7 +17,7 @@ from pipekernels._torch_private import current_node, has_hooks
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.arithmetic import Plain
 from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
-from pipekernels.tensor_parallel.functional import copy_to_ranks, shard_sizes
+from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans
 
 _OUTPUT_OF_COLUMNS = "pipekernels: output of a column-parallel layer"
 # In the __dict__ of parameters, which a Pipe's aliases share.
@@ -57,18 +57,18 @@ def sum_gradients(module: nn.Module, comm: Communicator, arithmetic: type[Plain]
         add_forward_hook(module, gradient_sum)
 
 
-def split_output(module: nn.Module, comm: Communicator) -> None:
+def split_output(module: nn.Module, comm: Communicator, heads: Heads | None) -> None:
     """Let ``module`` return this rank's part of its output's last dimension."""
 
     def own_part(module: nn.Module, args: object, output: Tensor) -> Tensor:
-        sizes = shard_sizes(output.shape[-1], comm.world_size)
-        parts: tuple[Tensor, ...] = output.split(sizes, -1)
-        return parts[comm.rank]
+        return output.narrow(-1, *shard_spans(output.shape[-1], comm.world_size, heads)[comm.rank])
 
     add_forward_hook(module, own_part)
 
 
-def split_parameters(module: nn.Module, comm: Communicator) -> None:
+def split_parameters(
+    module: nn.Module, comm: Communicator, arithmetic: type[Plain], heads: Heads | None = None
+) -> None:
     """Let the forward of ``module`` see this rank's part of each of its own parameters, along the
     first dimension of more than one element, which counts heads. The whole ones are few elements,
     and stay on every rank, with whole gradients."""
@@ -78,8 +78,8 @@ def split_parameters(module: nn.Module, comm: Communicator) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 dim = next((i for i, size in enumerate(parameter.shape) if size > 1), 0)
-                sizes = shard_sizes(parameter.shape[dim], comm.world_size)
-                part = copy_to_ranks(parameter, comm).split(sizes, dim)[comm.rank]
+                spans = shard_spans(parameter.shape[dim], comm.world_size, heads)
+                part = copy_to_ranks(parameter, comm).narrow(dim, *spans[comm.rank])
                 mark_column_output(part, None)
                 module.__dict__[name] = part
 

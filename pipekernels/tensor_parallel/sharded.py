@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
@@ -15,7 +15,7 @@ from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.arithmetic import arithmetic_of
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor, distributed_like
 from pipekernels.tensor_parallel.full_layer import REMEDY
-from pipekernels.tensor_parallel.functional import gather_from_ranks, shard_sizes
+from pipekernels.tensor_parallel.functional import Heads, gather_from_ranks, shard_spans, shares
 
 
 class Sharding(NamedTuple):
@@ -23,7 +23,7 @@ class Sharding(NamedTuple):
 
     comm: Communicator
     blocks: Sequence[int] = ()  # Sizes of the layers that are fused, each sharded by itself.
-    copies: int = 1  # How many consecutive ranks hold each shard.
+    heads: Heads | None = None  # Which stay whole: :func:`shard_spans`.
     invariant: bool = False  # The same bits on 1, 2, 4 and 8 ranks.
 
 
@@ -31,8 +31,9 @@ class ShardedLayer(nn.Module):
     """Shards the parameters of a full layer and gathers them.
 
     Attributes:
-        comm, blocks, copies, invariant: see :class:`Sharding`.
+        comm, blocks, heads, invariant: see :class:`Sharding`.
         rank, world_size: of the communicator.
+        shards: by rank, the number of the shard that it holds; several may hold the same.
         name: of the layer in its model, for errors.
         arithmetic: how it computes.
     """
@@ -43,23 +44,22 @@ class ShardedLayer(nn.Module):
 
     def __init__(self, sharding: Sharding) -> None:
         super().__init__()
-        comm, blocks, copies, invariant = sharding
+        comm, blocks, heads, invariant = sharding
         if not isinstance(comm, Communicator):
             raise TypeError(
                 f"comm must be a pipekernels.Communicator, got {type(comm).__name__}; make one "
                 "with Communicator.from_process_group(group) or Communicator.threads(world_size)"
-            )
-        if copies < 1 or comm.world_size % copies:
-            raise ValueError(
-                f"copies={copies} must divide the number of ranks, {comm.world_size}, so that as "
-                "many of them hold each shard"
             )
         self.comm = comm
         self.rank = comm.rank
         self.world_size = comm.world_size
         self.name: str | None = None
         self.blocks = tuple(blocks)
-        self.copies = copies
+        self.heads = heads
+        self.shards = list(range(comm.world_size))
+        if heads is not None:
+            spans = shard_spans(heads[0], comm.world_size, heads)
+            self.shards = list(map(sorted(set(spans)).index, spans))
         self.invariant = invariant
         self.arithmetic = arithmetic_of(invariant)
 
@@ -100,7 +100,7 @@ class ShardedLayer(nn.Module):
         blocks = self.blocks or (self.full_shape(name)[dim],)
         own = [size for _, size in self.spans(name)]
         parts = as_full_tensor(part).movedim(dim, -1).split(own, -1)
-        joined = [self._join(block, size) for block, size in zip(parts, blocks, strict=True)]
+        joined = [s for args in zip(parts, blocks, strict=True) for s in self._all_shards(*args)]
         return torch.cat(joined, -1).movedim(-1, dim).contiguous()
 
     def shard(self, name: str, full: Tensor) -> Tensor:
@@ -115,11 +115,10 @@ class ShardedLayer(nn.Module):
         """Where this rank's shard of parameter ``name`` lies in the full one: start and size along
         the sharded dimension, one for each of ``blocks``."""
         blocks = self.blocks or (self.full_shape(name)[self.shard_dim(name)],)
-        shards, own = self.world_size // self.copies, self.rank // self.copies
         spans = []
         for offset, block in zip(accumulate(blocks, initial=0), blocks, strict=False):
-            sizes = shard_sizes(block, shards)
-            spans.append((offset + sum(sizes[:own]), sizes[own]))
+            start, size = shard_spans(block, self.world_size, self.heads)[self.rank]
+            spans.append((offset + start, size))
         return spans
 
     def shard_dim(self, name: str) -> int:
@@ -148,13 +147,10 @@ class ShardedLayer(nn.Module):
         """Class and name, for errors."""
         return type(self).__name__ + (f" {self.name!r}" if self.name else "")
 
-    def _join(self, part: Tensor, size: int) -> Tensor:
-        if self.copies == 1:
-            return gather_from_ranks(part, self.comm, size)
-        shape = (self.world_size, part.shape[-1])
-        parts = gather_from_ranks(part, self.comm, shape[0] * shape[1]).unflatten(-1, shape)
-        joined: Tensor = parts[..., :: self.copies, :].flatten(-2)
-        return joined
+    def _all_shards(self, part: Tensor, size: int) -> Iterable[Tensor]:
+        sizes = shares(size, self.world_size, self.heads)
+        parts = gather_from_ranks(part, self.comm, sizes).split(sizes, -1)
+        return dict(zip(self.shards, parts, strict=True)).values()  # Of each shard, one.
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -33,7 +33,7 @@ def test_sharded_heads_have_their_own_sinks(family: str, ranks: int) -> None:
     ids = inputs["input_ids"]
     tokens = model.generate(ids, max_new_tokens=6, do_sample=False)
     rows = {layer.name: layer.kind for layer in plan_for(model, ranks).layers}
-    assert "split_parameters" in rows.values()
+    assert any(kind.startswith("split_parameters") for kind in rows.values())
     expected = outputs_and_gradients(copy.deepcopy(model), ids)
 
     def body(comm: Communicator) -> None:

@@ -12,7 +12,6 @@ from support.models import (
     DECODERS,
     ENCODERS,
     GROUPED,
-    SIZES,
     SPECIAL,
     inputs_of,
     model_of,
@@ -27,7 +26,6 @@ from pipekernels.tensor_parallel import full_state_dict, tensor_unparallelize
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
-TWELVE_HEADS = SIZES | {"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 4}
 
 
 def forward_backward(model: nn.Module, name: str) -> list[Tensor]:
@@ -113,11 +111,10 @@ def test_norms_between_the_layers_are_not_forgotten() -> None:
     ("config", "world_size", "message"),
     [
         (transformers.MambaConfig(hidden_size=32, num_hidden_layers=1), 2, "carries no plan"),
-        (transformers.GPT2Config(n_embd=30, n_layer=1, n_head=3), 2, "num_attention_heads=3"),
-        (transformers.LlamaConfig(**GROUPED), 3, "num_attention_heads=4, which 3 ranks"),
-        (transformers.LlamaConfig(**TWELVE_HEADS), 6, "4 heads of keys, which 6 ranks"),
+        (transformers.GPT2Config(n_embd=30, n_layer=1, n_head=3), 4, "has 3 heads .*which 4 ranks"),
+        (transformers.LlamaConfig(**GROUPED), 5, "has 4 heads .*which 5 ranks"),
     ],
-    ids=["no plan", "odd heads", "odd groups", "odd key heads"],
+    ids=["no plan", "few heads", "few groups"],
 )
 def test_what_cannot_be_sharded_says_so_and_is_unchanged(
     config: object, world_size: int, message: str

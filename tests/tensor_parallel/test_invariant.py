@@ -338,7 +338,9 @@ def test_errors(comm: Communicator) -> None:
     refused(multiple, column, 4, 136, blocks=[64, 72])
     refused("reduce='none' returns partial sums", row, 64, 4, bias=False, reduce="none")
     refused("with a bias: .*depends on their number", row, 64, 4, reduce="reduce_scatter")
-    refused("copies=2: .*at most as many ranks as there are key", column, 4, 64, copies=2)
+    uneven = "2 ranks do not divide 3; use a number of ranks that does"
+    refused(uneven, column, 4, 192, heads=(3, 3))
+    refused(uneven, row, 192, 4, heads=(3, 3))
     model = nn.Sequential(nn.Linear(4, 192), nn.GELU(), nn.Linear(192, 4))
     message = "'0' .*192 features have 8 slabs of 24; use a multi"
     refused(message, tensor_parallelize, model, {"0": "column", "2": "row"})

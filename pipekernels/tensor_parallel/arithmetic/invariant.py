@@ -29,6 +29,7 @@ from pipekernels.tensor_parallel.arithmetic.slabs import (
     tree_sum,
 )
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor
+from pipekernels.tensor_parallel.functional import Heads
 
 _LAYERS = "an invariant layer"  # For errors.
 
@@ -49,7 +50,9 @@ class Invariant(Plain):
     gradient_sum = staticmethod(exact_gradients)
 
     @staticmethod
-    def check_row(size: int, comm: Communicator, reduce: str, *, bias: bool) -> None:
+    def check_row(
+        size: int, comm: Communicator, reduce: str, *, bias: bool, heads: Heads | None
+    ) -> None:
         if reduce == "none":
             raise ValueError(
                 "reduce='none' returns partial sums, which differ with the number of ranks; "
@@ -60,14 +63,16 @@ class Invariant(Plain):
                 "reduce='reduce_scatter' with a bias: the sum of its gradient over the rows of all "
                 "ranks depends on their number; invariant=True needs bias=False, or 'all_reduce'"
             )
-        check_slabs([size], comm.world_size)
+        Invariant.check_column([size], comm, heads=heads)
 
     @staticmethod
-    def check_column(blocks: Sequence[int], comm: Communicator, *, copies: int = 1) -> None:
-        if copies > 1:
+    def check_column(
+        blocks: Sequence[int], comm: Communicator, *, heads: Heads | None = None
+    ) -> None:
+        if heads is not None and heads[1] % comm.world_size:
             raise ValueError(
-                f"invariant=True with copies={copies}: the sum of the gradients of several holders "
-                "depends on their number; use at most as many ranks as there are key heads"
+                f"invariant=True needs as many heads of keys on each rank, of its own, but "
+                f"{comm.world_size} ranks do not divide {heads[1]}; use a number of ranks that does"
             )
         check_slabs(blocks, comm.world_size)
 

@@ -80,7 +80,7 @@ class Int8Linear(_Int8Layer):
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "scale", "bias")
 
     def __init__(self, layer: ShardedLinear) -> None:
-        super().__init__(Sharding(layer.comm, layer.blocks, layer.copies))
+        super().__init__(Sharding(layer.comm, layer.blocks, layer.heads))
         self.is_row = isinstance(layer, RowParallelLinear)
         self.shard_dims = {"weight": 1} if self.is_row else dict.fromkeys(self.parameter_names, 0)  # type: ignore[misc]
         self.in_features, self.out_features = layer.in_features, layer.out_features

@@ -5,22 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from pipekernels.tensor_parallel.full_layer import linear_classes
+from pipekernels.tensor_parallel.functional import Heads, shares
 from pipekernels.tensor_parallel.plan.kinds import (
     COLUMN,
     ROW,
     SUMMED,
     Kind,
-    LayerKind,
     kinds_by_name,
+    of_heads,
     parse,
-    shared_kind,
 )
-from pipekernels.tensor_parallel.plan.providers import PROVIDERS
+from pipekernels.tensor_parallel.plan.providers import PROVIDERS, ProvidedPlan
 from pipekernels.tensor_parallel.plan.ties import with_tied
 
 
@@ -29,8 +29,8 @@ class AutoPlan(NamedTuple):
 
     kinds: dict[str, Kind]
     """By names of modules."""
-    divided: dict[str, dict[str, int]]
-    """By patterns for module names: attributes, and what each is to be divided by."""
+    attributes: dict[str, dict[str, list[int]]]
+    """By names of modules: attributes, and what each is to be, by rank."""
 
 
 def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
@@ -41,8 +41,8 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
         world_size: number of ranks.
 
     Raises:
-        ValueError: there is no plan for the model, or it has kinds that are not supported, or the
-            attention heads cannot be divided evenly.
+        ValueError: there is no plan for the model, or it has kinds that are not supported, or
+            there are fewer attention heads than ranks.
     """
     plans = (provider.plan_of(model) for provider in PROVIDERS)
     provided = next((plan for plan in plans if plan is not None), None)
@@ -65,35 +65,50 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
         )
     kinds = with_tied(model, {name: kind for name, (kind, _) in named.items()})
     kinds |= dict.fromkeys(_between(model, kinds, provided.heads), SUMMED)
-    divided = {p: dict.fromkeys(keys, world_size) for p, keys in provided.divided.items()}
-    columns = [n for n, k in kinds.items() if isinstance(k, LayerKind) and k.has_partner]
-    if divided or any("attn" in name or "attention" in name for name in columns):
-        for what, heads in provided.heads.items():
-            if heads % world_size:
-                raise _uneven(type(model).__name__, f"{what}={heads}", world_size)
-        _check_divided(model, provided.divided, world_size)
-        for name, groups in _shared_keys(model, kinds, world_size).items():
-            kinds[f"{name}.k_proj"] = kinds[f"{name}.v_proj"] = shared_kind(groups)
-            divided[name] = divided.get(name, {}) | {"num_key_value_groups": groups}
-    return AutoPlan(kinds, divided)
+    cut: dict[str, Heads] = {}
+    for name, heads in provided.heads.items():
+        kind = of_heads(kinds[name], heads) if name in kinds else None
+        if kind is None:
+            continue
+        if heads[0] < world_size and kinds[name] == ROW:
+            raise _indivisible(name, f"{heads[0]} heads or groups of heads", world_size)
+        cut[name] = heads
+        if heads[1] % world_size:  # Else ranks have as many features each.
+            kinds[name] = kind
+    return AutoPlan(kinds, _attributes(model, provided, cut, world_size))
 
 
-def _check_divided(
-    model: nn.Module, divided: Mapping[str, tuple[str, ...]], world_size: int
-) -> None:
-    """Raise a ValueError if an attribute that is to be divided cannot be."""
+def _attributes(
+    model: nn.Module, provided: ProvidedPlan, cut: Mapping[str, Heads], world_size: int
+) -> dict[str, dict[str, list[int]]]:
+    """What becomes of the attributes of modules that depend on the number of heads, by rank."""
+    found: dict[str, dict[str, list[int]]] = {}
     for name, module in model.named_modules():
-        for pattern, attributes in divided.items():
-            for attribute in attributes if fnmatchcase(name, pattern) else ():
-                value = getattr(module, attribute, 0)
-                if type(value) is int and value % world_size:
-                    raise _uneven(f"{name!r}", f"{attribute}={value}", world_size)
+        keys = [k for p, own in provided.divided.items() if fnmatchcase(name, p) for k in own]
+        if not (keys or "num_key_value_groups" in vars(module)):
+            continue
+        inner = [heads for layer, heads in cut.items() if layer.startswith(f"{name}.")]
+        heads = max(inner, default=None)  # Those of the queries.
+        found[name] = {}
+        for key in keys:
+            value = getattr(module, key, None)
+            if isinstance(value, bool):
+                found[name][key] = [0] * world_size
+            elif isinstance(value, int):
+                # An attribute counts heads of queries, or else those of keys.
+                of = heads if not heads or value % heads[0] == 0 else (heads[1], heads[1])
+                if value % (world_size if of is None else of[0]):
+                    raise _indivisible(name, f"{key}={value}", world_size)
+                found[name][key] = shares(value, world_size, of)
+        if heads is not None and heads[1] < world_size and hasattr(module, "num_key_value_groups"):
+            found[name]["num_key_value_groups"] = shares(heads[0], world_size, heads)
+    return found
 
 
 _SMALL = re.compile(r"(q|k|query|key)_?(norm|layernorm|layer_norm|ln)|act(ivation)?(_fn)?")
 
 
-def _between(model: nn.Module, kinds: Mapping[str, Kind], heads: Mapping[str, int]) -> list[str]:
+def _between(model: nn.Module, kinds: Mapping[str, Kind], heads: Mapping[str, Heads]) -> list[str]:
     """Names of small modules with parameters between column- and row-parallel layers, which plans
     for inference leave out: norms of the queries and keys of a head, activations that are trained.
 
@@ -116,7 +131,8 @@ def _between(model: nn.Module, kinds: Mapping[str, Kind], heads: Mapping[str, in
             if size is not None and of_heads and ("norm" in child or "ln" in child):
                 raise _of_all_heads(of_heads[0], shapes[of_heads[0]])
             found.append(prefix + child)
-        per_head = [(number,) for number in heads.values() if size not in (None, number)]
+        counts = {heads[prefix + child][0] for child in children if prefix + child in heads}
+        per_head = [(number,) for number in counts if size not in (None, number)]
         for key, shape in _shapes(module, name).items():
             parts = key.split(".")
             owners = {".".join(parts[:n]) for n in range(1, len(parts))}
@@ -136,28 +152,8 @@ def _of_all_heads(key: str, shape: tuple[int, ...]) -> ValueError:
     )
 
 
-def _uneven(owner: str, heads: str, world_size: int) -> ValueError:
+def _indivisible(owner: str, what: str, world_size: int) -> ValueError:
     return ValueError(
-        f"{owner} has {heads}, which {world_size} ranks cannot share evenly; use a number of ranks "
-        "that divides it, or write a plan that shards its MLPs only"
+        f"{owner!r} has {what}, which {world_size} ranks cannot share; use a number of ranks that "
+        "divides it, or write a plan that shards its MLPs only"
     )
-
-
-def _shared_keys(model: nn.Module, kinds: Mapping[str, Kind], world_size: int) -> dict[str, int]:
-    """The attention modules that have fewer key heads than there are ranks, and how many ranks are
-    to hold each.
-
-    Raises:
-        ValueError: ranks cannot share the key heads of a module evenly.
-    """
-    shared = {}
-    for name, module in model.named_modules():
-        size: Any = getattr(module, "head_dim", None)
-        layer: Any = getattr(module, "k_proj", None)
-        if isinstance(size, int) and kinds.get(f"{name}.k_proj") == COLUMN:
-            heads = layer.out_features // size  # Layers with adapters have this as well.
-            if heads % world_size and world_size % heads:
-                raise _uneven(f"{name!r}", f"{heads} heads of keys", world_size)
-            if heads % world_size:
-                shared[name] = world_size // heads
-    return shared

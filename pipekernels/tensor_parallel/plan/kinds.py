@@ -22,7 +22,7 @@ from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pr
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.experts import ParallelExperts, is_experts
 from pipekernels.tensor_parallel.full_layer import features_of, is_embedding, linear_classes
-from pipekernels.tensor_parallel.functional import copy_to_ranks, shard_sizes
+from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans, shares
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.partial_gradients import (
     mark_column_output,
@@ -47,7 +47,8 @@ class Kind:
 class HookKind(Kind):
     """Modules of any class, which stay and get hooks."""
 
-    add_hooks: Callable[[nn.Module, Communicator, type[Plain]], None]
+    add_hooks: Callable[..., None]
+    """``add_hooks(module, comm, arithmetic)``; with ``heads=`` too if in ``_CUT_BY_HEADS``."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class LayerKind(Kind):
     blocks: tuple[int, ...] = (1,)
     """Sizes of the blocks of output features, each of which is cut; one number is that of equal
     blocks."""
-    copies: int = 1
-    """Consecutive ranks that hold each shard."""
+    heads: Heads | None = None
+    """Which stay whole."""
     keeps: tuple[str, ...] = ()
     """Parameters that every rank has whole."""
     checks_extras: bool = False
@@ -81,7 +82,7 @@ class LayerKind(Kind):
 
     def shard(self, layer: nn.Module, comm: Communicator, *, invariant: bool) -> Any:
         """This rank's shard of ``layer``; raises what ``make`` raises."""
-        options: dict[str, Any] = {} if self.copies == 1 else {"copies": self.copies}
+        options: dict[str, Any] = {} if self.heads is None else {"heads": self.heads}
         if self.blocks != (1,):
             options["blocks"] = self._sizes(self.full_shape(layer)[0])
         if self.has_partner:
@@ -89,12 +90,13 @@ class LayerKind(Kind):
             arithmetic_of(invariant).check_activations(sizes)
         return self.make(layer, comm, invariant=invariant, **options)
 
-    def shard_shape(self, shape: Shape, world_size: int) -> Shape:
-        """The shape of rank 0's part, the largest, of a weight of ``shape``."""
+    def shard_shape(self, layer: nn.Module, world_size: int) -> Shape:
+        """The shape of rank 0's part, the largest, of the weight of ``layer``."""
+        out_features, in_features = self.full_shape(layer)
         if self.cuts_input:
-            return shape[0], shard_sizes(shape[1], world_size)[0]
-        shards = world_size // self.copies
-        return sum(shard_sizes(size, shards)[0] for size in self._sizes(shape[0])), shape[1]
+            return out_features, shares(in_features, world_size, self.heads)[0]
+        sizes = self._sizes(out_features)
+        return sum(shares(size, world_size, self.heads)[0] for size in sizes), in_features
 
     def _sizes(self, out_features: int) -> list[int]:
         if len(self.blocks) > 1:
@@ -111,11 +113,20 @@ class ExpertsKind(LayerKind):
 
     expert_parallel: bool = False
 
-    def shard_shape(self, shape: Shape, world_size: int) -> Shape:
-        experts, out_features, in_features = shape
+    def shard_shape(self, layer: nn.Module, world_size: int) -> Shape:
+        experts, out_features, in_features = self.full_shape(layer)
         if self.expert_parallel:
-            return shard_sizes(experts, world_size)[0], out_features, in_features
-        return experts, out_features, shard_sizes(in_features, world_size)[0]
+            return shares(experts, world_size)[0], out_features, in_features
+        return experts, out_features, shares(in_features, world_size)[0]
+
+
+@dataclass(frozen=True)
+class AttentionKind(LayerKind):
+    """``nn.MultiheadAttention``, which knows its heads."""
+
+    def shard_shape(self, layer: Any, world_size: int) -> Shape:
+        heads = (layer.num_heads, layer.num_heads)
+        return 3 * shares(layer.embed_dim, world_size, heads)[0], layer.embed_dim
 
 
 def _experts(
@@ -145,21 +156,25 @@ def _attention(layer: nn.MultiheadAttention, comm: Communicator, *, invariant: b
     return ParallelMultiheadAttention(layer, comm)
 
 
-def _sum_and_split(module: nn.Module, comm: Communicator, arithmetic: type[Plain]) -> None:
+def _sum_and_split(
+    module: nn.Module, comm: Communicator, arithmetic: type[Plain], heads: Heads | None = None
+) -> None:
     sum_gradients(module, comm, Plain)
-    split_output(module, comm)
+    split_output(module, comm, heads)
 
 
-def _split_alibi(module: nn.Module, comm: Communicator, arithmetic: type[Plain]) -> None:
+def _split_alibi(
+    module: nn.Module, comm: Communicator, arithmetic: type[Plain], heads: Heads | None = None
+) -> None:
     """Let ``module`` take of its argument ``alibi``, ``[batch * heads, ...]``, the heads of this
     rank; its attribute ``num_heads`` is their number."""
 
     # A function: deepcopy leaves it as it is, so a copied model shares the communicator.
     def split(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        heads, rank = module.num_heads, comm.rank
-        every = kwargs["alibi"].unflatten(0, (-1, heads * comm.world_size))
-        own = every[:, rank * heads : (rank + 1) * heads].flatten(0, 1)
-        return args, kwargs | {"alibi": own}
+        count = module.num_heads * comm.world_size if heads is None else heads[0]
+        every = kwargs["alibi"].unflatten(0, (-1, count))
+        own = every.narrow(1, *shard_spans(count, comm.world_size, heads)[comm.rank])
+        return args, kwargs | {"alibi": own.flatten(0, 1)}
 
     add_forward_pre_hook(module, split, with_kwargs=True)
 
@@ -193,7 +208,6 @@ GATHERED = LayerKind(
     is_of_vocabulary=True,
 )
 PACKED = LayerKind("packed_column", _column, ("", _IN), has_partner=True, blocks=(2,))
-SHARED = LayerKind("shared_column", _column, ("", _IN), copies=2)  # A plan must say how many.
 ROW = LayerKind("row", _row, (_OUT, ""), cuts_input=True, keeps=("bias",))
 EMBEDDING = LayerKind(
     "embedding",
@@ -205,7 +219,7 @@ EMBEDDING = LayerKind(
     can_tie=True,
     is_of_vocabulary=True,
 )
-ATTENTION = LayerKind(
+ATTENTION = AttentionKind(
     "attention",
     _attention,
     (_IN, _IN),
@@ -234,14 +248,11 @@ EXPERT_PARALLEL = replace(
 )
 SUMMED = HookKind("replicated_with_grad_allreduce", sum_gradients)
 LAST_SUMMED = HookKind("sum_last_gradients", _sum_last(1))  # A plan must say of how many.
-SPLIT_PARAMETERS = HookKind(
-    "split_parameters", lambda module, comm, arithmetic: split_parameters(module, comm)
-)
+SPLIT_PARAMETERS = HookKind("split_parameters", split_parameters)
 _ALL: tuple[Kind, ...] = (
     COLUMN,
     GATHERED,
     PACKED,
-    SHARED,
     ROW,
     replace(ROW, word="row_split_input", make=_split, sent=(_OUT, "all-gather {1}")),
     EMBEDDING,
@@ -255,6 +266,9 @@ _ALL: tuple[Kind, ...] = (
     SPLIT_PARAMETERS,
 )
 KINDS = {kind.word: kind for kind in _ALL}
+_CUT_BY_HEADS = (
+    "column", "packed_column", "row", "split_alibi", "split_output", "split_parameters",
+)  # fmt: skip
 
 # transformers' words.
 _ALIASES = {
@@ -273,23 +287,32 @@ _ALIASES = {
 
 def parse(word: Any) -> Kind | None:
     """The kind that ``word`` names, in our words or transformers'; None if there is none."""
-    name, colon, rest = word.partition(":") if isinstance(word, str) else ("", "", "")
+    word, *heads = word.split("/") if isinstance(word, str) else [""]
+    if heads:
+        kind, counts = parse(word), [int(number) for number in heads if number.isdecimal()]
+        if kind is None or not len(counts) == len(heads) == 2:
+            return None
+        return of_heads(kind, (counts[0], counts[1]))
+    name, colon, rest = word.partition(":")
     kind = KINDS.get(_ALIASES.get(name, name))
     if not colon:
-        return None if kind in (SHARED, LAST_SUMMED) else kind
+        return None if kind is LAST_SUMMED else kind
     sizes = tuple(int(size) if size.isdecimal() else 0 for size in rest.split(","))
     if kind is PACKED and all(sizes):
         return replace(PACKED, word=f"{PACKED.word}:{rest}", blocks=sizes)
-    if kind is SHARED and all(sizes) and len(sizes) == 1:
-        return shared_kind(sizes[0])
     if kind is LAST_SUMMED and all(sizes) and len(sizes) == 1:
         return HookKind(f"{LAST_SUMMED.word}:{rest}", _sum_last(sizes[0]))
     return None
 
 
-def shared_kind(copies: int) -> Kind:
-    """The kind whose shards ``copies`` consecutive ranks hold."""
-    return replace(SHARED, word=f"{SHARED.word}:{copies}", copies=copies)
+def of_heads(kind: Kind, heads: Heads) -> Kind | None:
+    """``kind`` with heads that stay whole; None if it is not one that cuts heads apart."""
+    if kind.word.partition(":")[0] not in _CUT_BY_HEADS:
+        return None
+    word = f"{kind.word}/{heads[0]}/{heads[1]}"
+    if isinstance(kind, HookKind):
+        return replace(kind, word=word, add_hooks=partial(kind.add_hooks, heads=heads))
+    return replace(kind, word=word, heads=heads) if isinstance(kind, LayerKind) else None
 
 
 def kinds_by_name(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from torch import nn
@@ -31,8 +31,8 @@ class Matched(NamedTuple):
     """Modules that stay and get hooks."""
     tied: list[list[nn.Module]]
     """Layers that share their weight."""
-    divided: Mapping[str, Mapping[str, int]]
-    """By patterns for module names: attributes, and what each is to be divided by."""
+    attributes: Mapping[str, Mapping[str, Sequence[int]]]
+    """By names of modules: attributes, and what each is to be, by rank."""
 
 
 def match(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], world_size: int) -> Matched:
@@ -42,7 +42,7 @@ def match(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], world_siz
         TypeError: a pattern matches a module of a class that cannot be sharded, or one with extras.
         ValueError: otherwise, the plan does not fit the model.
     """
-    divided: Mapping[str, Mapping[str, int]] = {}
+    attributes: Mapping[str, Mapping[str, Sequence[int]]] = {}
     if not isinstance(plan, str):
         named, unused = kinds_by_name(model, _parsed(plan))
         if unused:
@@ -51,7 +51,7 @@ def match(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], world_siz
                 "in model.named_modules()"
             )
     elif plan == "auto":
-        kinds, divided = auto_plan(model, world_size)
+        kinds, attributes = auto_plan(model, world_size)
         named = {name: (kind, "auto") for name, kind in kinds.items()}
     else:
         raise ValueError(f"plan must be a mapping or 'auto', got {plan!r}")
@@ -73,7 +73,7 @@ def match(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], world_siz
                 raise ValueError(
                     f"the plan makes {part!r} both {known.word!r} and {layer_kind.word!r}"
                 )
-    return Matched(layers, hooked, tied_layers(model, layers), divided)
+    return Matched(layers, hooked, tied_layers(model, layers), attributes)
 
 
 def _parsed(plan: Mapping[str, str]) -> dict[str, Kind]:

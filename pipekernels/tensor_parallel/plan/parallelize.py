@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from math import nan
 from typing import Any, Literal, TypeVar
 
@@ -87,7 +86,7 @@ def tensor_parallelize(
             )
         return model
     base = base_of(model)
-    layers, hooked, tied, divided = match(base, plan, comm.world_size)
+    layers, hooked, tied, attributes = match(base, plan, comm.world_size)
     arithmetic = arithmetic_of(invariant)
     if plan == "auto":
         layers = {
@@ -112,7 +111,9 @@ def tensor_parallelize(
                 parent._modules[name] = shards[child]
     for module, (_, hook) in hooked.items():
         hook.add_hooks(module, comm, arithmetic)
-    _divide(base, divided)
+    for name, values in attributes.items():
+        for attribute, by_rank in values.items():
+            set_attribute(base.get_submodule(name), attribute, by_rank[comm.rank])
     for provider in PROVIDERS:
         provider.prepare(model)
     if plan == "auto":
@@ -182,12 +183,3 @@ def _check_ranks_agree(
             f"the weight of {list(weights)[index]!r} on rank {rank} is not that on rank 0; seed "
             "all ranks the same way before the model is made, or load the same checkpoint on all"
         )
-
-
-def _divide(model: nn.Module, divided: Mapping[str, Mapping[str, int]]) -> None:
-    """Divide the attributes of modules that depend on the number of heads."""
-    for pattern, attributes in divided.items():
-        for name, module in model.named_modules():
-            for attribute, divisor in attributes.items() if fnmatchcase(name, pattern) else ():
-                if hasattr(module, attribute):
-                    set_attribute(module, attribute, getattr(module, attribute) // divisor)

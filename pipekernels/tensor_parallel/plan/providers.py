@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 from torch import nn
 
 from pipekernels._torch_private import uncompiled
+from pipekernels.tensor_parallel.functional import Heads
 from pipekernels.tensor_parallel.plan.kinds import LayerKind
 
 Part: TypeAlias = tuple[str, nn.Module, LayerKind]  # Name, layer and kind.
@@ -19,9 +20,9 @@ class ProvidedPlan(NamedTuple):
     words: Mapping[str, str]
     """Kinds by patterns for module names. Some patterns may match nothing in this model."""
     divided: Mapping[str, tuple[str, ...]] = {}
-    """By patterns for module names: attributes to be divided by the number of ranks."""
-    heads: Mapping[str, int] = {}
-    """Numbers of attention heads, which the ranks must divide, by their names."""
+    """By patterns for module names: attributes of which a rank has its share."""
+    heads: Mapping[str, Heads] = {}
+    """By names of modules that the plan names: of which heads their features are."""
 
 
 class PlanProvider:

@@ -97,7 +97,7 @@ def plan_for(
     for module, (name, kind) in matched.layers.items():
         shape = kind.full_shape(module)
         try:
-            shard = kind.shard_shape(shape, world_size)
+            shard = kind.shard_shape(module, world_size)
         except ValueError as error:
             raise ValueError(f"{name!r} cannot be made {kind.word!r}: {error}") from error
         for key, parameter in module.named_parameters():

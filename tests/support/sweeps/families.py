@@ -36,7 +36,7 @@ REASONS = {
     "carries no plan": NO_PLAN,
     NO_PLAN: NO_PLAN,
     UNSUPPORTED: f"the carried plan has experts or other {UNSUPPORTED}",
-    "share evenly": "heads that two ranks cannot share evenly",
+    "ranks cannot share": "there are fewer heads than ranks",
 }
 RANKS = 2
 SECONDS = 60  # For one family.

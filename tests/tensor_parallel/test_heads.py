@@ -1,0 +1,68 @@
+"""Which features a rank holds where heads of attention stay whole."""
+
+import pytest
+import torch
+from support.checks import assert_raises
+from support.ranks import on_ranks, run_threads
+from torch import nn
+
+from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, tensor_parallelize
+from pipekernels.tensor_parallel.functional import gather_from_ranks, shard_spans, shares
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "held"),
+    [
+        ((9, 3), 2, [6, 3]),
+        ((9, 3), 3, [3, 3, 3]),
+        ((12, 12), 5, [3, 3, 2, 2, 2]),
+        ((14, 2), 3, [7, 4, 3]),
+        ((14, 2), 4, [4, 3, 4, 3]),
+        ((12, 4), 6, [3, 3, 2, 1, 2, 1]),
+        ((4, 1), 3, [2, 1, 1]),
+        ((4, 2), 4, [1, 1, 1, 1]),
+    ],
+)
+def test_ranks_hold_whole_heads_beside_their_keys(
+    heads: tuple[int, int], ranks: int, held: list[int]
+) -> None:
+    count, keys = heads
+    spans = shard_spans(count, ranks, heads)
+    assert [size for _, size in spans] == held and max(held) == held[0]
+    assert [start for start, _ in spans] == [sum(held[:rank]) for rank in range(ranks)]
+    assert shard_spans(count * 8, ranks, heads) == [(8 * start, 8 * size) for start, size in spans]
+    # Each head is beside the keys that it reads, and each rank's heads have as many per key.
+    of_keys = shard_spans(keys, ranks, (keys, keys))
+    for (start, size), (first, own) in zip(spans, of_keys, strict=True):
+        read = [head * keys // count for head in range(start, start + size)]
+        assert sorted(set(read)) == list(range(first, first + own))
+        assert size % own == 0
+
+
+def test_features_that_are_not_of_heads_are_cut_evenly() -> None:
+    assert shard_spans(7, 3) == [(0, 3), (3, 2), (5, 2)]
+    assert shares(7, 3) == [3, 2, 2]
+
+
+@on_ranks(3, run_threads)
+def test_errors(comm: Communicator) -> None:
+    row, column = RowParallelLinear, ColumnParallelLinear
+    six = {"heads": (6, 2)}
+    for message, call, args, options in (
+        ("cannot cut 13 features between 6 heads over 2", column, (4, 13), six),
+        ("6 features between 6 heads over 4", column, (4, 12), {"heads": (6, 4)}),
+        ("3 ranks cannot share 2 attention heads", row, (12, 4), {"heads": (2, 2)}),
+        ("3 ranks cannot share 2 attention heads", column, (4, 12), {"heads": (2, 1)}),
+        ("goes with gather_output=False", column, (4, 12), six | {"gather_output": True}),
+        ("with input_is_parallel=True", row, (12, 4), six | {"input_is_parallel": False}),
+    ):
+        assert_raises(ValueError, message, call, *args, comm=comm, **options)
+    model = nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 4))
+    for word in ("column/6", "row/6/2/1", "row/six/2", "embedding/6/2", "row_split_input/6/2"):
+        message = r"plan\['0'\] must be one of 'column'"
+        assert_raises(ValueError, message, tensor_parallelize, model, {"0": word}, comm)
+    message = "'0' cannot be made 'column/0/1': cannot cut 0 features between 0 heads"
+    assert_raises(ValueError, message, tensor_parallelize, model, {"0": "column/0/1"}, comm)
+    x = torch.ones(2, 3)
+    message = r"holds [12] of 4 features over 3 ranks, but x has shape \(2, 3\)"
+    assert_raises(ValueError, message, gather_from_ranks, x, comm, [2, 1, 1])
