@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # By a TypeError.
     "norms": (lambda: convert_deferred_batch_norm([]), "module must be an nn.Module"),
     "piped model": (
         lambda: Pipe(nn.Transformer(8, 2, 1, 1, 8)),
-        r"must be an nn.Sequential of layers, not Transformer;.*tensor_parallelize\(model\)",
+        r"must be an nn.Sequential, not Transformer;.*tensor_parallelize\(model\)",
     ),
     "keyword": (
         lambda: on("cpu")(x=X),

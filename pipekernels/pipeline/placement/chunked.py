@@ -10,7 +10,7 @@ from torch import nn
 
 from pipekernels.local_ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.stage.batchnorm import committed
-from pipekernels.pipeline.values.micro_batch import Gather, deny_constant
+from pipekernels.pipeline.values.micro_batch import Gather
 from pipekernels.pipeline.values.nested import flattened, leaves, map_leaves
 from pipekernels.pipeline.values.structure import NoChunk
 
@@ -116,7 +116,6 @@ def _join(pieces: tuple[Any, ...], sizes: Sequence[int], dim: int) -> Any:
         gather = Gather(sizes, dim, "the module")
         for m, piece in enumerate(pieces):
             gather.check(m, piece)
-        deny_constant(pieces, sizes, dim)
         return torch.cat(pieces, dim)  # In the graph, where a Gather would copy.
     comparable = isinstance(first, Hashable) and not isinstance(first, torch.Tensor)
     if comparable and all(type(piece) is type(first) and piece == first for piece in pieces):

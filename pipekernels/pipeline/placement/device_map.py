@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -136,20 +136,19 @@ def parallelize_pipeline(
             # Run before and after the existing hooks, which find all tensors on one device.
             module.register_forward_pre_hook(devices.receive, prepend=True, with_kwargs=True),
             module.register_forward_hook(devices.send),
-            Override(module, "extra_repr", devices.described),
         ]
     undo = vars(model).setdefault(_UNDO, [])
     if chunks > 1 or has_deferred_batch_norm(model):  # forward_in_chunks commits its statistics.
         order = tuple(parameters_of(model))
         in_chunks = partial(forward_in_chunks, chunks=chunks, dim=batch_dim, order=order)
-        undo.append(Override(model, "forward", in_chunks))
+        undo.append(Override(model, in_chunks))
     else:
         undo.append(model.register_forward_pre_hook(unwrap_no_chunk, with_kwargs=True))
     return model
 
 
 def unparallelize_pipeline(model: nn.Module, common_device: DeviceLike | None = None) -> nn.Module:
-    """Undo :func:`parallelize_pipeline`, in place: restore every module's forward and repr. A model
+    """Undo :func:`parallelize_pipeline`, in place: restore every module's forward. A model
     that is not parallelized is only moved.
 
     Args:
@@ -183,12 +182,6 @@ class _Devices(NamedTuple):
 
     def send(self, module: nn.Module, args: Any, result: Any) -> Any:
         return map_leaves(partial(_moved, self.output), result)
-
-    def described(
-        self, module: nn.Module, extra_repr: Callable[..., str], args: Any, kwargs: Any
-    ) -> str:
-        devices = f"processing_device={self.processing}, output_device={self.output}"
-        return ", ".join(filter(None, [extra_repr(), devices]))
 
 
 def _devices(name: str, value: Placement) -> _Devices:

@@ -30,7 +30,7 @@ def check_sequential(module: nn.Module) -> None:
     kind = type(module).__name__
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"module must be an nn.Sequential of layers, not {kind}; of any other model, "
+            f"module must be an nn.Sequential, not {kind}; of any other model, "
             "tensor_parallelize(model) shards the layers over ranks, and "
             "parallelize_pipeline(model, module_to_device) places its modules on devices"
         )

@@ -267,30 +267,13 @@ class Gather:
 
     def take(self) -> torch.Tensor:
         """All parts, joined in order. Drops its references: the graph keeps this object."""
-        whole, places = self._whole, self._places
+        whole, self._whole, self._places = self._whole, None, ()
         assert whole is not None
-        self._whole, self._places = None, ()
-        deny_constant(places, self._sizes, self._dim)
         return whole
 
     def slices(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """``whole``, of the shape that :meth:`take` returned, as one view per micro-batch."""
         return list(whole.split(self._lengths, self._dim))
-
-
-def deny_constant(parts: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> None:
-    """Raise a ValueError if ``parts``, of micro-batches of ``sizes`` rows, have a multiple of these
-    and are equal: then they are not rows, but one tensor for all of the batch."""
-    if len(parts) < 2 or (rows := parts[0].size(dim) // sizes[0]) < 2:
-        return
-    first, *others = parts
-    if all(first.shape == part.shape and torch.equal(first, part) for part in others):
-        raise ValueError(
-            f"a tensor of shape {tuple(first.shape)} was returned for every micro-batch, with "
-            f"equal values: it has {rows} times the rows of a micro-batch, and seems to belong to "
-            "the whole batch, not to rows of it; return it from a layer outside, with a leading "
-            "dimension of the batch (expand it), or use chunks=1"
-        )
 
 
 def copy_if_aliased(

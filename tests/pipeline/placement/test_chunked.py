@@ -278,14 +278,3 @@ def test_sequence_first_models(kind: str) -> None:
         chunked(build(), 2)
     with pytest.warns(UserWarning, match="LSTM has batch_first=False"):
         Pipe(nn.Sequential(nn.LSTM(8, 8)), [1], devices=["cpu"], chunks=2)
-
-
-@pytest.mark.parametrize("piped", [False, True])
-def test_tensors_of_no_rows_are_refused(piped: bool) -> None:
-    model: nn.Module = FunctionLayer(lambda x: (x, torch.arange(8.0)))
-    if piped:
-        model = Pipe(nn.Sequential(model), [1], devices=["cpu"], chunks=4)
-    else:
-        parallelize_pipeline(model, {"": "cpu"}, chunks=4)
-    with pytest.raises(ValueError, match=r"shape \(8,\).*equal values.*4 times the rows"):
-        model(torch.ones(8, 4))
