@@ -58,6 +58,11 @@ def skinny_gemm_partial(
     out: Tensor, x: Tensor, weight: Tensor, slabs: int, threads: int, /
 ) -> bool: ...
 
+# ---- operators ----
+
+def register_operators(python_kernels: dict[str, Callable[..., object]], /) -> None:
+    """For torch from 2.10 on; see tensor_parallel/products.py."""
+
 # ---- collectives ----
 
 def set_peer_error(cls: type[RuntimeError], /) -> None: ...
@@ -71,6 +76,9 @@ class Segment:
 
 class Communicator:
     def __init__(self, segment: Segment, rank: int, pidfds: list[int], timeout: float) -> None: ...
+    def name(self, handle: int, /) -> None:
+        """Let operators name it so until it is closed."""
+
     def choose_algorithm(self, bytes: int, /) -> str: ...
     def allocate(self, sizes: Sequence[int], dtype: int, /) -> object:
         """A DLPack capsule of a contiguous tensor."""

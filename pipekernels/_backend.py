@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,11 @@ if TYPE_CHECKING:  # At run time load() imports the extension when it is first n
     Segment = _C.Segment
 
 _REMEDY = "Build it with `pip install .` (or `pip install -e .`) in the pipekernels source folder."
+
+
+python_kernels: dict[str, Callable[..., object]] = {}
+"""By names of operators of torch that the extension has kernels for, those in Python, which its own
+call for what they do not take. They take and give references (``_torch_private.reference_to``)."""
 
 
 @functools.cache
@@ -41,6 +47,7 @@ def load() -> ModuleType:
             f"{__version__}. {_REMEDY}"
         )
     module.use_tensors(torch.Tensor, torch.nn.Parameter, increment_version)
+    module.register_operators(python_kernels)
     return module
 
 

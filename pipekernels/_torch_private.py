@@ -247,6 +247,17 @@ of ``torch.cuda.current_stream()``. None in builds without CUDA."""
 scaled_mm = torch._scaled_mm
 """cuBLAS's product of float8 matrices; its public successor is not in torch 2.6."""
 
+
+def tensor_of(reference: Any) -> Tensor:
+    """The tensor of a capsule that owns a reference in C++, which it gives up."""
+    return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(reference)
+
+
+def reference_to(tensor: Tensor) -> Any:
+    """A capsule of a new reference in C++ to ``tensor``, for its receiver to own."""
+    return torch._C._aoti.unsafe_alloc_void_ptr_from_tensor(tensor)
+
+
 # ---- torch.distributed ----
 
 

@@ -3,7 +3,18 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+#include <memory>
+
+#include "pipekernels/collectives/communicator.h"
+
 namespace pipekernels::python {
+
+// Sets the Python exception for the current C++ exception, as pybind11 does for its functions.
+void set_python_error();
+
+// The communicator that has been named so; null if it is closed or gone. Requires the GIL.
+std::shared_ptr<Communicator> communicator_of(int64_t handle);
 
 void bind_micro_batches(pybind11::module_& m);
 void bind_products(pybind11::module_& m);
@@ -11,5 +22,6 @@ void bind_collectives(pybind11::module_& m);
 // Only in a build with CUDA.
 void bind_cuda_collectives(pybind11::module_& m);
 void bind_p2p_copy(pybind11::module_& m);
+void bind_operators(pybind11::module_& m);
 
 }  // namespace pipekernels::python

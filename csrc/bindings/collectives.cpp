@@ -9,9 +9,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <stdexcept>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -50,7 +52,20 @@ void translate_error(std::exception_ptr error) {
   }
 }
 
-// Sets the Python exception for the current C++ exception, as pybind11 does for its functions.
+// The communicators by the handles that operators name them by. The GIL guards them.
+std::unordered_map<int64_t, std::weak_ptr<Communicator>> communicators;
+
+void close(Communicator& communicator) {
+  for (auto entry = communicators.begin(); entry != communicators.end();) {
+    const auto named = entry->second.lock();
+    entry = named && named.get() != &communicator ? std::next(entry) : communicators.erase(entry);
+  }
+  const NoGil no_gil;
+  communicator.close();
+}
+
+}  // namespace
+
 void set_python_error() {
   try {
     translate_error(std::current_exception());
@@ -65,16 +80,18 @@ void set_python_error() {
   }
 }
 
+std::shared_ptr<Communicator> communicator_of(int64_t handle) {
+  const auto found = communicators.find(handle);
+  return found == communicators.end() ? nullptr : found->second.lock();
+}
+
+namespace {
+
 // Lets Ctrl-C end a wait. Python handles signals only in the main thread.
 void check_signals() {
   if (syscall(SYS_gettid) != getpid()) return;  // glibc before 2.30 has no gettid().
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
-// The same digest as digest_of() in pipekernels/comm/tensors.py.
-uint32_t shape_digest(py::handle tensor, int32_t dims) {
-  return dims == 1 ? 0 : static_cast<uint32_t>(py::hash(tensor.attr("shape")) & kMaxShape);
 }
 
 // The code whose name is the string object `name`, or -1. Compares pointers to interned strings,
@@ -143,7 +160,7 @@ bool all_reduce_tensor(Communicator& communicator, PyObject* const* arguments) {
   if (!plain || !is_reducible(plain->dtype) || operation < 0 || algorithm < 0 || order < 0) {
     return false;
   }
-  const uint32_t shape = shape_digest(tensor, plain->dims);
+  const uint32_t shape = plain->dims == 1 ? 0 : shape_digest(tensor.attr("shape"));
   run_without_gil_if_long(communicator, plain->bytes(), [&] {
     all_reduce(communicator, plain->data, plain->count, plain->dtype,
                in_order(static_cast<Reduction>(operation), static_cast<Order>(order)),
@@ -219,9 +236,11 @@ bool broadcast_flat(Communicator& communicator, PyObject* const* arguments) {
   return true;
 }
 
+using CommunicatorClass = py::class_<Communicator, std::shared_ptr<Communicator>>;
+
 // A property of Communicator whose value is the method `call` with `parameters`, of the object.
 template <bool (*call)(Communicator&, PyObject* const*), int parameters>
-void define_fast_method(py::class_<Communicator>& cls, const char* name, const char* full_name) {
+void define_fast_method(CommunicatorClass& cls, const char* name, const char* full_name) {
   static constexpr auto checked = [](PyObject* self, PyObject* const* arguments,
                                      Py_ssize_t count) -> PyObject* {
     if (count != parameters) {
@@ -273,7 +292,7 @@ void bind_collectives(py::module_& m) {
            }),
            py::arg("fd"), py::arg("world_size"));
 
-  py::class_<Communicator> communicator(m, "Communicator");
+  CommunicatorClass communicator(m, "Communicator");
   define_fast_method<&all_reduce_tensor, 4>(communicator, "all_reduce_tensor",
                                             "Communicator.all_reduce_tensor");
   define_fast_method<&all_reduce_flat, 2>(communicator, "all_reduce_flat",
@@ -287,7 +306,7 @@ void bind_collectives(py::module_& m) {
   communicator
       .def(py::init([](std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
                        double timeout) {
-             return std::make_unique<Communicator>(std::move(segment), rank, std::move(pidfds),
+             return std::make_shared<Communicator>(std::move(segment), rank, std::move(pidfds),
                                                    Seconds(timeout), &check_signals,
                                                    &GilUntilRelease::release);
            }),
@@ -403,7 +422,9 @@ void bind_collectives(py::module_& m) {
           py::arg("call"), py::arg("dtype"), py::arg("reduction"), py::arg("root"),
           py::arg("count"), WithoutGil())
       .def("barrier", &barrier, WithoutGil())
-      .def("close", &Communicator::close, WithoutGil())
+      .def("name", [](const std::shared_ptr<Communicator>& communicator,
+                      int64_t handle) { communicators[handle] = communicator; })
+      .def("close", &close)
       .def("abort", &Communicator::abort, WithoutGil());
 }
 

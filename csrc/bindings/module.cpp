@@ -47,6 +47,7 @@ PYBIND11_MODULE(_C, m) {
   bind_micro_batches(m);
   bind_products(m);
   bind_collectives(m);
+  bind_operators(m);
 #ifdef PIPEKERNELS_WITH_CUDA
   bind_cuda_collectives(m);
   bind_p2p_copy(m);

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "pipekernels/elements/dtype.h"
 #include "pipekernels/host/dlpack.h"
 #include "pipekernels/host/dlpack_tensor.h"
@@ -58,12 +59,16 @@ inline void require_tensor(py::handle object) {
                        py::str(py::type::of(object).attr("__name__")).cast<std::string>());
 }
 
-// Whether a tensor that is not empty has memory; `data` is its data_ptr(). If the storage was
-// freed, that is only the offset in the storage. Real addresses are hardly ever that low, so only
-// then this asks the storage, which is slow.
+// Whether the data_ptr() of a tensor that is not empty may be only an offset in a storage that was
+// freed. Real addresses are hardly ever that low.
+inline bool is_low(const void* data) {
+  return reinterpret_cast<uintptr_t>(data) < uintptr_t{1} << 32;
+}
+
+// Whether a tensor that is not empty has memory; `data` is its data_ptr(). Asks the storage, which
+// is slow, only if it must.
 inline bool has_memory(py::handle tensor, const void* data) {
-  constexpr uint64_t kLow = uint64_t{1} << 32;
-  if (reinterpret_cast<uintptr_t>(data) >= kLow) return true;
+  if (!is_low(data)) return true;
   return data != nullptr && tensor.attr("untyped_storage")().attr("data_ptr")().cast<uintptr_t>();
 }
 
@@ -116,6 +121,11 @@ inline void mark_changed(py::handle tensor) {
   if (done) return;
   if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) throw py::error_already_set();
   PyErr_Clear();  // Inference tensors have no version.
+}
+
+// The same as shape_digest() in pipekernels/comm/tensors.py, of a tuple of sizes.
+inline uint32_t shape_digest(const py::tuple& sizes) {
+  return sizes.size() == 1 ? 0 : static_cast<uint32_t>(py::hash(sizes) & kMaxShape);
 }
 
 // The properties of a tensor; strides are in elements.

@@ -85,6 +85,8 @@ class Communicator(Collectives):
         # depend on rank and world size, so these are part of it.
         self._handle = next(_handles) << 40 | rank << 20 | world_size
         _by_handle[self._handle] = self
+        if cpu_backend.core is not None:
+            cpu_backend.core.name(self._handle)  # For operators that take no Python.
 
     @classmethod
     def from_process_group(

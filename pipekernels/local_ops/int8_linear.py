@@ -54,7 +54,7 @@ def int8_linear(
     Raises:
         RuntimeError: a gradient is asked for.
     """
-    _check_no_gradients(x)
+    check_no_gradients(x)
     if out is None:
         out = x.new_empty((*x.shape[:-1], weight.shape[0]))
     if type(x) is Tensor and x.is_cpu and not is_observed():
@@ -72,7 +72,7 @@ def int8_expert_linear(
 ) -> Tensor:
     """:func:`pipekernels.local_ops.expert_linear.expert_linear` with a ``weight`` of int8 and its
     ``scale`` ``[experts, n]``, float32. RuntimeError if a gradient is asked for."""
-    _check_no_gradients(x)
+    check_no_gradients(x)
     out = x.new_empty(len(x), weight.shape[1])
     for expert, own in groups(rows):
         _blockwise(x[own], weight[expert], out[own])
@@ -82,7 +82,8 @@ def int8_expert_linear(
     return out
 
 
-def _check_no_gradients(x: Tensor) -> None:
+def check_no_gradients(x: Tensor) -> None:
+    """Raise RuntimeError if a gradient may be asked for."""
     if has_derivatives((x,)):
         raise RuntimeError(
             "layers with int8 weights have no gradients; use torch.no_grad(), or train the model "

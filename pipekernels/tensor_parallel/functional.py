@@ -246,7 +246,7 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         if not registered:
             return linear_all_reduce(x, weight, comm, scatter)
-        result: Tensor = torch.ops.pipekernels.row_linear(x, weight, comm.handle, scatter)
+        result: Tensor = torch.ops.pipekernels.row_linear(x, weight, None, comm.handle, scatter)
         return result
 
     @staticmethod
@@ -286,20 +286,3 @@ def _join_slices(x: Tensor, comm: Communicator, sizes: Sequence[int]) -> Tensor:
 def _product(a: Tensor, b: Tensor, on_gpu: bool) -> Tensor:
     """``a @ b.T`` for matrices."""
     return sharded_gemm(a, b) if on_gpu else a @ b.t()
-
-
-def _row_linear_by_handle(x: Tensor, weight: Tensor, comm: int, scatter: bool) -> Tensor:
-    return linear_all_reduce(x, weight, Communicator.from_handle(comm), scatter)
-
-
-def _row_linear_fake(x: Tensor, weight: Tensor, comm: int, scatter: bool) -> Tensor:
-    shape = [*x.shape[:-1], weight.shape[0]]
-    if scatter:
-        shape[0] //= Communicator.from_handle(comm).world_size
-    return x.new_empty(shape)
-
-
-_library = torch.library.Library("pipekernels", "FRAGMENT")
-_library.define("row_linear(Tensor x, Tensor weight, int comm, bool scatter) -> Tensor")
-_library.impl("row_linear", _row_linear_by_handle, "CompositeExplicitAutograd")
-torch.library.register_fake("pipekernels::row_linear", _row_linear_fake, lib=_library)

@@ -2,17 +2,24 @@
 
 On CPUs, a few rows without derivatives have their own kernel
 (:mod:`pipekernels.local_ops.skinny_gemm`), all else is the library's. On GPUs see
-:mod:`pipekernels.local_ops.sharded_gemm`.
+:mod:`pipekernels.local_ops.sharded_gemm`. A compiled program calls the operators at the end of this
+file, which make the same choice at run time, with the same bits.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipekernels import _backend
+from pipekernels._torch_private import reference_to, tensor_of
 from pipekernels.comm import Communicator
 from pipekernels.comm.collectives import sum_of_outputs
+from pipekernels.local_ops.int8_linear import int8_linear
 from pipekernels.local_ops.sharded_gemm import as_matrix, gemm_into, sharded_gemm
 from pipekernels.local_ops.skinny_gemm import may_be_skinny, skinny_into, skinny_linear
 
@@ -22,6 +29,8 @@ SMALL_ROW = 1024  # Bytes.
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` of one rank, for ``[..., k]``, ``[n, k]`` and ``[n]``."""
     y = skinny_linear(x, weight, bias)
+    if y is None:
+        y = compiled_linear(x, weight, bias)
     return wide_linear(x, weight, bias) if y is None else y
 
 
@@ -33,8 +42,10 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 def skinny_all_reduce(x: Tensor, weight: Tensor, comm: Communicator) -> Tensor | None:
     """:func:`linear_all_reduce` of a few rows by the kernel for them, whose bits are its own; None
     where that does not apply."""
-    if not may_be_skinny(x, weight):
-        return None
+    return _few_rows_all_reduce(x, weight, comm) if may_be_skinny(x, weight) else None
+
+
+def _few_rows_all_reduce(x: Tensor, weight: Tensor, comm: Communicator) -> Tensor | None:
     shape = (*x.shape[:-1], weight.shape[0])
     # The peers read symmetric memory in place; copying a small result is faster than allocating it.
     is_small = weight.shape[0] * x.itemsize <= SMALL_ROW
@@ -44,7 +55,11 @@ def skinny_all_reduce(x: Tensor, weight: Tensor, comm: Communicator) -> Tensor |
 
 def linear_all_reduce(x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) -> Tensor:
     """:func:`pipekernels.tensor_parallel.functional.row_linear` without autograd, of operands of
-    one dtype. The result lies in memory that the peers read in place."""
+    one dtype. A large result lies in memory that the peers read in place."""
+    if x.is_cpu and not scatter and x.numel() <= _backend.load().SKINNY_ROWS * weight.shape[1]:
+        y = _few_rows_all_reduce(x, weight, comm)
+        if y is not None:
+            return y
     out = comm.output((*x.shape[:-1], weight.shape[0]), x)
     rows, product = (x, out) if x.dim() == 2 else (as_matrix(x), as_matrix(out))
     if x.is_cuda:
@@ -52,3 +67,78 @@ def linear_all_reduce(x: Tensor, weight: Tensor, comm: Communicator, scatter: bo
     else:
         torch.mm(rows, weight.t(), out=product)
     return comm.reduce_scatter(out) if scatter else sum_of_outputs(comm, out)
+
+
+def int8_all_reduce(
+    x: Tensor, weight: Tensor, scale: Tensor, comm: Communicator, scatter: bool
+) -> Tensor:
+    """:func:`linear_all_reduce` with a weight of int8, ``weight * scale``."""
+    out = comm.output((*x.shape[:-1], weight.shape[0]), x)
+    int8_linear(x, weight, scale, out=out)
+    return comm.reduce_scatter(out) if scatter else comm.all_reduce(out)
+
+
+def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """:func:`linear` as an operator in a compiled program; None where the compiler had better see
+    the product: with gradients, under autocast, and on other devices than CPUs."""
+    if not torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cpu:
+        return None
+    trained = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if (trained and torch.is_grad_enabled()) or torch.is_autocast_enabled("cpu"):
+        return None
+    result: Tensor = torch.ops.pipekernels.linear(x, weight, None, bias)
+    return result
+
+
+def _linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    return linear(x, weight, bias) if scale is None else int8_linear(x, weight, scale, bias)
+
+
+def _row_linear(
+    x: Tensor, weight: Tensor, scale: Tensor | None, handle: int, scatter: bool
+) -> Tensor:
+    comm = Communicator.from_handle(handle)
+    if scale is not None:
+        return int8_all_reduce(x, weight, scale, comm, scatter)
+    return linear_all_reduce(x, weight, comm, scatter)
+
+
+def _linear_fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty([*x.shape[:-1], weight.shape[0]])
+
+
+def _row_linear_fake(x: Tensor, weight: Tensor, _: Any, handle: int, scatter: bool) -> Tensor:
+    shape = [*x.shape[:-1], weight.shape[0]]
+    if scatter:
+        shape[0] //= Communicator.from_handle(handle).world_size
+    return x.new_empty(shape)
+
+
+_library = torch.library.Library("pipekernels", "FRAGMENT")
+
+
+def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+    """Define an operator. From torch 2.10 on the extension has kernels for CPU tensors, which need
+    no Python for a few rows (``csrc/bindings/operators.cpp``), and call this one for all others."""
+
+    def call(*arguments: Any) -> Any:
+        is_plain = lambda each: each is None or isinstance(each, int)
+        return reference_to(
+            kernel(*[each if is_plain(each) else tensor_of(each) for each in arguments])
+        )
+
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"pipekernels::{name}", fake, lib=_library)
+    _backend.python_kernels[name] = call
+
+
+_define(
+    "linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias) -> Tensor", _linear, _linear_fake
+)
+_define(
+    "row_linear(Tensor x, Tensor weight, Tensor? scale, int comm, bool scatter) -> Tensor",
+    _row_linear,
+    _row_linear_fake,
+)

@@ -12,7 +12,7 @@ from pipekernels.comm import Communicator
 from pipekernels.local_ops.skinny_gemm import skinny_linear
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor
 from pipekernels.tensor_parallel.functional import copy_to_ranks, row_linear
-from pipekernels.tensor_parallel.products import skinny_all_reduce, wide_linear
+from pipekernels.tensor_parallel.products import compiled_linear, skinny_all_reduce, wide_linear
 
 
 class ShardGradient(NamedTuple):
@@ -65,6 +65,8 @@ class Plain:
         """``x @ weight.T + bias`` of this rank's output features, of which each fused layer has as
         many as ``blocks`` says."""
         y = skinny_linear(x, weight, bias)  # First: copy_to_ranks() would take as long.
+        if y is None:
+            y = compiled_linear(x, weight, bias)
         return wide_linear(copy_to_ranks(x, comm), weight, bias) if y is None else y
 
     @staticmethod

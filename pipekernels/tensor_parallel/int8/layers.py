@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipekernels.comm import Communicator
 from pipekernels.local_ops.expert_linear import skinny_expert_linear
 from pipekernels.local_ops.int8_linear import (
+    check_no_gradients,
     floats_of,
     int8_expert_linear,
     int8_linear,
@@ -21,10 +22,10 @@ from pipekernels.tensor_parallel.experts import ParallelExperts
 from pipekernels.tensor_parallel.full_layer import full_layer
 from pipekernels.tensor_parallel.functional import (
     gather_from_ranks,
-    reduce_from_ranks,
     scatter_to_ranks,
 )
 from pipekernels.tensor_parallel.linear import RowParallelLinear, ShardedLinear
+from pipekernels.tensor_parallel.products import int8_all_reduce
 from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 
@@ -115,15 +116,17 @@ class Int8Linear(_Int8Layer):
                 f"{tuple(x.shape)} on {x.device}"
             )
         fused = None if self.is_row or self.skip_bias_add else bias
-        if self.is_row and self.reduce == "all_reduce" and not torch.compiler.is_compiling():
-            out = self.comm.output((*x.shape[:-1], weight.shape[0]), x)
-            y = self.comm.all_reduce(int8_linear(x, weight, self.scale, out=out))
+        compiling, scatter = torch.compiler.is_compiling(), self.reduce == "reduce_scatter"
+        if compiling:
+            check_no_gradients(x)
+        if self.reduce == "none":
+            product = torch.ops.pipekernels.linear if compiling else int8_linear
+            y = product(x, weight, self.scale, fused)
+        elif compiling:
+            handle = self.comm.handle
+            y = torch.ops.pipekernels.row_linear(x, weight, self.scale, handle, scatter)
         else:
-            y = int8_linear(x, weight, self.scale, fused)
-            if self.reduce == "all_reduce":
-                y = reduce_from_ranks(y, self.comm)
-            elif self.reduce == "reduce_scatter":
-                y = self.comm.reduce_scatter(y)
+            y = int8_all_reduce(x, weight, self.scale, self.comm, scatter)
         if self.gather_output:
             y = gather_from_ranks(y, self.comm, self.out_features)
         if self.skip_bias_add:

@@ -1,0 +1,193 @@
+// Kernels of torch's operators, by which a compiled program calls products without Python.
+//
+// They take products of a few rows of CPU tensors. For all else they call the operator's kernel in
+// Python, which computes the same.
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "bindings.h"
+#include "gil.h"
+#include "pipekernels/collectives/all_reduce.h"
+#include "products.h"
+#include "tensor.h"
+#include "torch_shim.h"
+
+namespace pipekernels::python {
+namespace {
+
+using torch_shim::Value;
+
+PyObject* python_kernels = nullptr;  // A dict from names to functions; never released.
+
+void require(int32_t failed) {
+  if (failed) throw std::runtime_error("torch could not describe or make a tensor");
+}
+
+// Owns a reference to a tensor, or null.
+struct Release {
+  void operator()(torch_shim::Tensor tensor) const {
+    torch_shim::aoti_torch_delete_tensor_object(tensor);
+  }
+};
+using Tensor = std::unique_ptr<std::remove_pointer_t<torch_shim::Tensor>, Release>;
+
+Tensor tensor_of(Value value) { return Tensor(reinterpret_cast<torch_shim::Tensor>(value)); }
+
+Tensor optional_tensor_of(Value value) {
+  const std::unique_ptr<Value> owned(reinterpret_cast<Value*>(value));
+  return owned == nullptr ? nullptr : tensor_of(*owned);
+}
+
+struct Operands {
+  Tensor x, weight, scale, bias;
+};
+
+// A tensor's dtype is a c10::ScalarType, a number that files of torch contain.
+struct Type {
+  int32_t dtype;
+  dlpack::TypeCode code;
+  uint8_t bits;
+};
+constexpr Type kTypes[] = {{7, dlpack::kFloat, 64},
+                           {6, dlpack::kFloat, 32},
+                           {5, dlpack::kFloat, 16},
+                           {15, dlpack::kBfloat, 16},
+                           {1, dlpack::kInt, 8}};
+constexpr int32_t kCpu = 0;  // A c10::DeviceType.
+
+// Describes a contiguous tensor with memory, of one of kTypes; false for all others.
+bool describe(const Tensor& tensor, dlpack::Tensor& described, int32_t& dtype) {
+  int64_t dims;
+  const void* data;
+  require(torch_shim::aoti_torch_get_dim(tensor.get(), &dims));
+  require(torch_shim::aoti_torch_get_dtype(tensor.get(), &dtype));
+  const auto* type = std::begin(kTypes);
+  while (type != std::end(kTypes) && type->dtype != dtype) ++type;
+  if (type == std::end(kTypes)) return false;
+  described = {nullptr, dlpack::kCpu, 0, static_cast<int32_t>(dims), type->code, type->bits, 1,
+               nullptr, nullptr,      0};
+  require(torch_shim::aoti_torch_get_sizes(tensor.get(), &described.shape));
+  require(torch_shim::aoti_torch_get_strides(tensor.get(), &described.strides));
+  if (dlpack::dense_elements(described) < 1) return false;
+  if (torch_shim::torch_get_const_data_ptr(tensor.get(), &data) != 0 || is_low(data)) return false;
+  described.data = const_cast<void*>(data);
+  return true;
+}
+
+// x @ weight.T, times `scale`, plus `bias`, in a new tensor that `out` describes; null for what the
+// kernels for a few rows do not take.
+Tensor few_rows(const Operands& operands, dlpack::Tensor& out) {
+  dlpack::Tensor x, weight, scale, bias;
+  int32_t dtype, other;
+  if (!describe(operands.x, x, dtype) || !describe(operands.weight, weight, other) ||
+      (operands.scale && !describe(operands.scale, scale, other)) ||
+      (operands.bias && !describe(operands.bias, bias, other)) || weight.dims != 2 || x.dims < 1 ||
+      dlpack::dense_elements(x) > kMaxSkinnyRows * weight.shape[1]) {
+    return nullptr;
+  }
+  Integers sizes(x.shape, x.shape + x.dims), strides(x.dims, 1);
+  sizes.back() = weight.shape[0];
+  for (int32_t d = x.dims - 1; d > 0; --d) strides[d - 1] = strides[d] * sizes[d];
+  torch_shim::Tensor made;
+  require(torch_shim::aoti_torch_empty_strided(x.dims, sizes.data(), strides.data(), dtype, kCpu, 0,
+                                               &made));
+  Tensor result(made);
+  uint32_t threads;
+  require(torch_shim::torch_get_num_threads(&threads));
+  if (!describe(result, out, dtype)) return nullptr;
+  if (operands.scale) {
+    ExpertProduct product{};
+    const auto* const added = operands.bias ? &bias : nullptr;
+    if (!read_experts({&out, &x, &weight, added, nullptr, &scale}, product)) return nullptr;
+    expert_product(product, static_cast<int>(threads));
+  } else {
+    SkinnyGemm product{};
+    if (!read_product(out, x, weight, false, product)) return nullptr;
+    if (operands.bias && !read_bias(bias, product)) return nullptr;
+    skinny_gemm(product, static_cast<int>(threads));
+  }
+  return result;
+}
+
+// The result of the kernel in Python, which takes and gives capsules of references.
+template <class... Arguments>
+Tensor by_python(const char* name, Operands& operands, const Arguments&... others) {
+  const py::gil_scoped_acquire gil;
+  const auto capsule = [](Tensor& each) { return py::cast(static_cast<void*>(each.release())); };
+  const py::object kernel = py::reinterpret_borrow<py::dict>(python_kernels)[name];
+  const py::object result =
+      kernel(capsule(operands.x), capsule(operands.weight), capsule(operands.scale), others...);
+  return Tensor(static_cast<torch_shim::Tensor>(result.cast<void*>()));
+}
+
+// Calls `body` without the GIL, with C++ exceptions as Python's, which torch hands to the caller.
+template <class Body>
+Value guarded(const Body& body) {
+  std::optional<NoGil> no_gil;  // Torch has released it, unless C++ calls the operator.
+  if (PyGILState_Check()) no_gil.emplace();
+  try {
+    return reinterpret_cast<Value>(body().release());
+  } catch (const py::error_already_set&) {
+    throw;
+  } catch (...) {
+    const py::gil_scoped_acquire gil;
+    set_python_error();
+    throw py::error_already_set();
+  }
+}
+
+// linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias) -> Tensor
+void linear(Value* values, uint64_t, uint64_t) {
+  Operands operands{tensor_of(values[0]), tensor_of(values[1]), optional_tensor_of(values[2]),
+                    optional_tensor_of(values[3])};
+  values[0] = guarded([&] {
+    dlpack::Tensor out;
+    Tensor result = few_rows(operands, out);
+    return result ? std::move(result)
+                  : by_python("linear", operands, static_cast<void*>(operands.bias.release()));
+  });
+}
+
+// row_linear(Tensor x, Tensor weight, Tensor? scale, int comm, bool scatter) -> Tensor
+void row_linear(Value* values, uint64_t, uint64_t) {
+  Operands operands{tensor_of(values[0]), tensor_of(values[1]), optional_tensor_of(values[2]), {}};
+  const auto handle = static_cast<int64_t>(values[3]);
+  const bool scatter = values[4] & 1;
+  values[0] = guarded([&] {
+    dlpack::Tensor out;
+    Tensor result = scatter ? nullptr : few_rows(operands, out);
+    std::shared_ptr<Communicator> communicator;
+    uint32_t shape;
+    if (result) {
+      const py::gil_scoped_acquire gil;
+      communicator = communicator_of(handle);
+      shape = shape_digest(py::tuple(py::cast(Integers(out.shape, out.shape + out.dims))));
+    }
+    if (communicator == nullptr) return by_python("row_linear", operands, handle, scatter);
+    all_reduce(*communicator, out.data, static_cast<size_t>(dlpack::dense_elements(out)),
+               static_cast<DType>(dtype_of(out)), Reduction::kSum, Algorithm::kAuto, shape);
+    return result;
+  });
+}
+
+// Registers the kernels, once, for CPU tensors; does nothing if torch is too old.
+void register_operators(const py::dict& kernels_in_python) {
+  void* library;
+  if (python_kernels != nullptr || !torch_shim::find_functions()) return;
+  python_kernels = Py_NewRef(kernels_in_python.ptr());
+  require(
+      torch_shim::aoti_torch_library_init_impl("pipekernels", "CPU", __FILE__, __LINE__, &library));
+  require(torch_shim::torch_library_impl(library, "linear", &linear, torch_shim::kVersion));
+  require(torch_shim::torch_library_impl(library, "row_linear", &row_linear, torch_shim::kVersion));
+}
+
+}  // namespace
+
+void bind_operators(py::module_& m) { m.def("register_operators", &register_operators); }
+
+}  // namespace pipekernels::python

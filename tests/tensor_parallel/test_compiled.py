@@ -1,0 +1,183 @@
+"""Sharded layers in compiled programs: one operator each, which needs no Python for a few rows."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.cuda.host_time import python_calls
+from support.models import model_of, tokens
+from support.ranks import on_ranks, run_processes, run_threads
+from torch import Tensor, nn
+from torch.library import opcheck
+
+from pipekernels import (
+    ColumnParallelLinear,
+    Communicator,
+    PeerError,
+    RowParallelLinear,
+    tensor_parallelize,
+)
+from pipekernels.tensor_parallel.int8.layers import Int8Linear
+from pipekernels.tensor_parallel.products import linear, linear_all_reduce
+
+registered = torch.ops.pipekernels
+NATIVE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # Both are in torch from 2.10 on.
+IN, OUT = 24, 10
+
+
+def operands(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    shapes = (rows, 1, IN), (OUT, IN), (OUT,)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return x, weight, bias
+
+
+def int8_operands(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    x = operands(rows, torch.float32)[0]
+    return x, torch.randint(-127, 128, (OUT, IN), dtype=torch.int8), torch.rand(OUT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [0, 1, 4, 5])
+@on_ranks(2, run_threads)
+def test_operators_have_the_bits_of_eager_products(
+    comm: Communicator, rows: int, dtype: torch.dtype
+) -> None:
+    x, weight, bias = operands(rows, dtype)
+    laid_out = [weight, weight.t().contiguous().t(), weight[:0]]
+    for each in laid_out:
+        own_bias = bias[: len(each)]
+        for added in (None, own_bias):
+            y = registered.linear(x, each, None, added)
+            assert torch.equal(y, linear(x, each, added)) and y.is_contiguous()
+        y = registered.row_linear(x, each, None, comm.handle, False)
+        assert torch.equal(y, linear_all_reduce(x, each, comm, False))
+    negated = registered.linear(torch._neg_view(x), weight, None, None)  # Has other elements.
+    assert torch.equal(negated, linear(-x, weight))
+    # Ranks may compute in different ways.
+    y = registered.row_linear(x, laid_out[comm.rank], None, comm.handle, False)
+    torch.testing.assert_close(y.double(), 2 * (x.double() @ weight.double().t()), **loose(dtype))
+
+
+def loose(dtype: torch.dtype) -> dict[str, float]:
+    """Bounds of a sum of IN products of two numbers below 5, doubled, and rounded twice."""
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    return {"rtol": 4 * torch.finfo(dtype).eps, "atol": 50 * IN * torch.finfo(sums).eps}
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_registration(rows: int) -> None:
+    (comm,) = Communicator.threads(1)
+    x, weight, bias = operands(rows, torch.float32)
+    opcheck(registered.linear, (x, weight, None, bias))
+    opcheck(registered.row_linear, (x, weight, None, comm.handle, True))
+    x, weight, scale = int8_operands(rows)
+    opcheck(registered.linear, (x, weight, scale, bias))
+    opcheck(registered.row_linear, (x, weight, scale, comm.handle, False))
+
+
+@pytest.mark.skipif(not NATIVE, reason="this torch has no C interface for operators")
+def test_a_few_rows_take_no_python() -> None:
+    (comm,) = Communicator.threads(1)
+    handle = comm.handle
+    x, weight, bias = operands(1, torch.float32)
+    int8, matrix, scale = int8_operands(1)
+    product, row = registered.linear.default, registered.row_linear.default
+    for call in (
+        lambda: product(x, weight, None, bias),
+        lambda: row(x, weight, None, handle, False),
+        lambda: product(int8, matrix, scale, bias),
+        lambda: row(int8, matrix, scale, handle, False),
+    ):
+        called = [name.split()[-1] for name in python_calls(call)]
+        assert called == ["<lambda>", "__call__"]  # The second is that of torch's operator.
+    wide = x.repeat(5, 1, 1)
+    assert len(python_calls(lambda: product(wide, weight, None, bias))) > 2
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_errors_are_those_of_collectives(rows: int) -> None:
+    x, weight, _ = operands(rows, torch.float32)
+    first, second = Communicator.threads(2, timeout=0.2)
+
+    def call() -> Tensor:
+        result: Tensor = registered.row_linear(x, weight, None, first.handle, False)
+        return result
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        registered.linear(x[..., 1:], weight, None, None)
+    with pytest.raises(TimeoutError, match=r"rank\(s\) 1 of 2 did not arrive at all_reduce"):
+        call()
+    with pytest.raises(RuntimeError, match="cannot be used after a failure"):
+        call()
+    first.close()
+    with pytest.raises(RuntimeError, match="no communicator has handle"):
+        call()
+    first, second = Communicator.threads(2)
+    aborting = threading.Timer(0.05, second.__exit__, (ValueError, ValueError(), None))
+    aborting.start()
+    with pytest.raises(PeerError, match="rank 1"):
+        call()
+    aborting.join()
+
+
+def programs(layers: Callable[[], nn.Module], x: Tensor) -> tuple[list[str], Tensor]:
+    """The operators of the compiled module, as one graph, and its result for ``x``."""
+    names: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def note(module: torch.fx.GraphModule, _: Any) -> Any:
+            names.extend(str(node.target) for node in module.graph.nodes)
+            return make_boxed_func(module.forward)
+
+        return aot_autograd(fw_compiler=note)(module, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layers, fullgraph=True, dynamic=True, backend=backend)
+    y = compiled(x)
+    found = list(names)
+    compiled(torch.cat([x] * 3))
+    assert names == found  # No recompilation.
+    return [name for name in found if "pipekernels" in name or "mm" in name], y
+
+
+@pytest.mark.compile
+def test_a_layer_is_one_operator_for_any_number_of_rows() -> None:
+    (comm,) = Communicator.threads(1)
+    column = ColumnParallelLinear(IN, OUT, comm=comm)
+    row = RowParallelLinear(OUT, IN, comm=comm)
+    layers = nn.Sequential(column, nn.GELU(), row)
+    x = torch.randn(2, IN)
+    expected = ["pipekernels.linear.default", "pipekernels.row_linear.default"]
+    with torch.no_grad():
+        assert programs(layers, x)[0] == expected
+        names, y = programs(nn.Sequential(Int8Linear(column), nn.GELU(), Int8Linear(row)), x)
+        assert names == expected
+        torch.testing.assert_close(y, Int8Linear(row)(nn.functional.gelu(Int8Linear(column)(x))))
+    names, y = programs(layers, x)
+    assert "pipekernels.linear.default" not in names  # It has no derivative.
+    assert y.requires_grad
+
+
+def generated(comm: Communicator, backend: str) -> list[Any]:
+    model = tensor_parallelize(model_of("Llama").eval(), "auto", comm)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    eager = model.generate(tokens(2, 5), **options)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=backend)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    compiled = model.generate(tokens(2, 5), **options, **static)
+    return [eager.tolist(), compiled.tolist()]
+
+
+@pytest.mark.compile
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_greedy_tokens_of_a_compiled_model_are_the_eager_ones(backend: str) -> None:
+    (eager, compiled), other = run_processes(2, generated, backend, limit=580.0)
+    assert eager == compiled and other == [eager, compiled]
