@@ -178,15 +178,10 @@ def test_hooks_of_the_user_see_the_modules_device() -> None:
     assert before == ["meta"] and results[0].device == META
 
 
-def test_names_devices_and_repr() -> None:
+def test_names_stay() -> None:
     model = Model()
     keys = list(model.state_dict())
     parallelize_pipeline(model, {"": "cpu", "head.out": ("meta", "cpu")})
-    assert repr(model.head.out) == (
-        "Linear(in_features=4, out_features=3, bias=True, "
-        "processing_device=meta, output_device=cpu)"
-    )
-    assert "processing_device=cpu, output_device=cpu\n" in repr(model)
     assert list(model.state_dict()) == keys
 
 
@@ -259,6 +254,11 @@ def test_a_later_override_must_be_removed_first() -> None:
     assert "forward" not in vars(unparallelize_pipeline(model))
 
 
+def hooked(model: nn.Module) -> int:
+    """The number of modules whose results are moved."""
+    return sum(bool(module._forward_hooks) for module in model.modules())
+
+
 def snapshot(module: nn.Module) -> dict[str, Any]:
     """All attributes of a module; dicts, such as those of hooks, are copied."""
     return {
@@ -273,7 +273,7 @@ def test_unparallelizing_moves_to_the_common_device_if_there_is_one() -> None:
     unparallelize_pipeline(model, common_device="meta")
     assert set(devices_of(model).values()) == {"meta"}
     parallelize_pipeline(model, {"head": "meta"})
-    assert repr(model).count("processing_device") == 1
+    assert hooked(model) == 1
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_modules_may_be_parallelized_one_by_one_from_outside_to_inside() -> None
     model = parallelize_module(Model(), "cpu")
     parallelize_module(model.head, "cpu", "meta")
     assert model.head.out.weight.device == CPU
-    assert repr(model).count("processing_device") == 2
+    assert hooked(model) == 2
     with pytest.raises(NotImplementedError):
         model(torch.ones(2, 4))
     unparallelize_pipeline(model, "cpu")
@@ -312,9 +312,8 @@ def test_copies_are_independent(duplicate: Callable[[nn.Module], nn.Module]) -> 
         model.head.out.weight.zero_()
     assert torch.equal(other(x)["logits"], expected)
     unparallelize_pipeline(other)
-    assert repr(other) == repr(Model())
-    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in other.modules())
-    assert "processing_device" in repr(model)
+    assert hooked(other) == 0 and hooked(model) == 2
+    assert all(not module._forward_pre_hooks for module in other.modules())
 
 
 def test_a_dropped_model_is_freed_at_once() -> None:
