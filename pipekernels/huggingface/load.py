@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -53,27 +52,26 @@ def load_pretrained(
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("folder", folder, (str, Path), "a path")
     folder = Path(folder)
-    with ExitStack() as stack:
-        files = _renamed(_open(folder, stack), model)
-        targets = _targets(model)
-        keys = [_key_of(target, files, model) for target in targets]
-        _check_not_quantized(folder, files, keys)
-        found = (
-            target.problem(None if key is None else files[key]())
-            for target, key in zip(targets, keys, strict=True)
+    files = _renamed(_slices(folder), model)
+    targets = _targets(model)
+    keys = [_key_of(target, files, model) for target in targets]
+    _check_not_quantized(folder, files, keys)
+    found = (
+        target.problem(None if key is None else files[key]())
+        for target, key in zip(targets, keys, strict=True)
+    )
+    if problems := list(filter(None, found)):
+        shown = "; ".join(problems[:8]) + ("; ..." if len(problems) > 8 else "")
+        raise ValueError(
+            f"{folder} does not fit {type(model).__name__}: {shown}; make the model of the "
+            "configuration with which the files were saved, or load it by from_pretrained and "
+            "shard it then"
         )
-        if problems := list(filter(None, found)):
-            shown = "; ".join(problems[:8]) + ("; ..." if len(problems) > 8 else "")
-            raise ValueError(
-                f"{folder} does not fit {type(model).__name__}: {shown}; make the model of the "
-                "configuration with which the files were saved, or load it by from_pretrained and "
-                "shard it then"
-            )
-        computed = _computed_buffers(model, device)
-        for target, key in zip(targets, keys, strict=True):
-            assert key is not None
-            with torch.no_grad():
-                target.put(target.read(files[key]()), device)
+    computed = _computed_buffers(model, device)
+    for target, key in zip(targets, keys, strict=True):
+        assert key is not None
+        with torch.no_grad():
+            target.put(target.read(files[key]()), device)
     for module, buffers in computed:
         module._buffers.update(buffers)
 
@@ -107,7 +105,7 @@ class _Target(NamedTuple):
         return None
 
     def read(self, file: Any) -> Tensor:
-        """This rank's part of a tensor in a file."""
+        """This rank's part of a tensor in a file, perhaps a view of the mapped file."""
         layer, name = self.owners[0]
         if not (isinstance(layer, ShardedLayer) and name in layer.shard_dims):
             whole: Tensor = file[...]
@@ -118,12 +116,12 @@ class _Target(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def put(self, value: Tensor, device: torch.device | str) -> None:
-        """Set the value; on the meta device, by a new tensor."""
+        """Set the value; on the meta device, by a new tensor with memory of its own."""
         tensor = self.tensor
         if not tensor.is_meta:
             tensor.copy_(distributed_like(tensor, value.to(tensor.device, tensor.dtype)))
             return
-        value = value.to(device, tensor.dtype)
+        value = torch.empty_like(tensor, device=device).copy_(value)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         for module, name in self.owners:
@@ -170,7 +168,7 @@ def _key_of(target: _Target, files: Mapping[str, Slice], model: nn.Module) -> st
     return next((key for key in candidates if key in files), None)
 
 
-def _open(folder: Path, stack: ExitStack) -> dict[str, Slice]:
+def _slices(folder: Path) -> dict[str, Slice]:
     """Every tensor of the files."""
     try:
         from safetensors import SafetensorError, safe_open
@@ -190,15 +188,15 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Slice]:
             f"{index} names {', '.join(missing)}, which {folder} lacks; copy all files of the "
             "checkpoint there"
         )
-    opened: dict[str, Any] = {}
+    held: dict[str, dict[str, None]] = {}
     for name in names:
         try:
-            opened[name] = stack.enter_context(safe_open(folder / name, framework="pt"))
+            with safe_open(folder / name, framework="pt") as file:
+                held[name] = dict.fromkeys(file.keys())
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{folder / name} is not a file of safetensors: {error}; copy it there again"
             ) from error
-    held = {name: dict.fromkeys(file.keys()) for name, file in opened.items()}
     places = dict.fromkeys(held[_SINGLE], _SINGLE) if places is None else places
     lost = sorted(f"{key} in {name}" for key, name in places.items() if key not in held[name])
     if lost:
@@ -206,7 +204,14 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Slice]:
             f"{index} names {', '.join(lost[:8])}, which the files lack; copy all files of one "
             "checkpoint there"
         )
-    return {key: partial(opened[name].get_slice, key) for key, name in places.items()}
+
+    # Each opens its file anew: what was read of a mapped file is memory of this process until the
+    # mapping ends, with the last slice or view of it.
+    def slice_of(key: str, name: str) -> Any:
+        with safe_open(folder / name, framework="pt") as file:
+            return file.get_slice(key)
+
+    return {key: partial(slice_of, key, name) for key, name in places.items()}
 
 
 def _weight_map(index: Path) -> dict[str, str]:
