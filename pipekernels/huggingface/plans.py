@@ -42,8 +42,9 @@ class Transformers(PlanProvider):
         words = {**_experts(model, plan.words), **_adapted(model, plan.words, config)}
         if not words:
             return None
-        if not carried:
-            words |= dict.fromkeys(_output_head(model), "column_gather_output")
+        for head in _output_head(model):
+            if not any(fnmatchcase(head, pattern) for pattern in words):
+                words[head] = "column_gather_output"
         _check_functions(model, words)
         return plan._replace(words=words, heads=heads)
 

@@ -17,10 +17,10 @@ from pipekernels.huggingface.small_inputs import (
 )
 
 LAYERS, KEYS, LENGTH = 2, 2, 64
-_SMALL: dict[Any, int] = {"width": 32, "inner": 48, "queries": 4}
+_SMALL: dict[Any, int] = {"width": 32, "inner": 48, "queries": 4, "states": 64, "state_heads": 8}
 # Of a copy with all layers. Half are 13 features and 3 heads: what computes in groups of several
 # does not fit them, and is not taken for what computes in single ones.
-_DEEP: dict[Any, int] = {"width": 48, "inner": 26, "queries": 6}
+_DEEP: dict[Any, int] = {"width": 48, "inner": 26, "queries": 6, "states": 96, "state_heads": 12}
 _SIZES: tuple[tuple[Any, str], ...] = (
     (
         "width",
@@ -60,7 +60,7 @@ _SIZES: tuple[tuple[Any, str], ...] = (
         KEYS,
         """
         num_key_value_heads num_experts_per_tok num_experts_per_token num_kv_heads moe_k
-        top_k_experts
+        top_k_experts n_groups
         attn_layer_period
         """,
     ),
@@ -71,9 +71,10 @@ _SIZES: tuple[tuple[Any, str], ...] = (
         unpadded_vocab_size encoder_hash_byte_group_vocab src_vocab_size tgt_vocab_size
         """,
     ),
-    (64, "mamba_d_ssm"),
-    (16, "kv_lora_rank q_lora_rank qk_head_dim mamba_d_state mamba_chunk_size"),
-    (8, "qk_nope_head_dim qk_rope_head_dim v_head_dim mamba_n_heads mamba_d_head"),
+    ("states", "mamba_d_ssm"),  # Twice the width.
+    ("state_heads", "mamba_n_heads mamba_num_heads"),  # Of 8 features each.
+    (16, "kv_lora_rank q_lora_rank qk_head_dim mamba_d_state mamba_chunk_size ssm_state_size"),
+    (8, "qk_nope_head_dim qk_rope_head_dim v_head_dim mamba_d_head mamba_head_dim"),
     (
         1,
         """
@@ -107,7 +108,7 @@ _FILLED = (
 )  # fmt: skip
 _OF_LAYERS = (
     "first_k_dense_replace", "depths", "blocks_per_stage", "attn_layer_indices",
-    "attn_layer_offset", "attn_layer_period", "num_kv_shared_layers",
+    "attn_layer_offset", "attn_layer_period", "num_kv_shared_layers", "depth",
 )  # fmt: skip
 MOST_PARAMETERS = 20_000_000
 
@@ -191,7 +192,7 @@ def _small(name: str, value: Any, fields: Mapping[str, Any], layers: Sequence[in
         is_of_all = name in ("num_key_value_heads", "num_kv_heads")
         heads = fields.get("num_attention_heads")
         return sizes["num_attention_heads"] if is_of_all and value == heads else size
-    if name == "block_types":
+    if name == "block_types" or (name == "layers_block_type" and not _count(fields)):
         return list(dict.fromkeys(value))
     if name in ("rope_parameters", "rope_scaling") and "mrope_section" in (value or {}):
         return {**value, "mrope_section": [2, 1, 1]}

@@ -47,6 +47,22 @@ def test_norms_that_all_heads_share_are_summed() -> None:
     assert own["q_layernorm"] == own["k_layernorm"] == "replicated_with_grad_allreduce"
 
 
+HYBRIDS = {
+    "Bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "FalconH1": {"num_hidden_layers": 3},
+    "NemotronH": {"layers_block_type": ["mamba", "moe", "attention", "mlp"] * 2},
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_state_space_models_have_copies_of_both_sizes(name: str) -> None:
+    """Attention and MLPs are sharded between mixers, which stay whole."""
+    config = getattr(transformers, f"{name}Config")(**HYBRIDS[name])
+    derived = derive(getattr(transformers, f"{name}ForCausalLM"), config)
+    rows = {key.rpartition(".")[2] for key, kind in derived.kinds.items() if kind == "row"}
+    assert rows == {"o_proj", "down_proj"}
+
+
 def test_what_has_all_heads_stays_whole_with_a_reason() -> None:
     """MPT's ALiBi has a slope for each head; its MLP is sharded."""
     derived = derive(transformers.MptForCausalLM, transformers.MptConfig())
