@@ -179,7 +179,7 @@ def _small(name: str, value: Any, fields: Mapping[str, Any], layers: Sequence[in
     sizes = _DEEP_FIELDS if layers is None else _FIELDS
     size = sizes.get(name)
     if type(value) is float and ("drop" in name or "jitter" in name or name.endswith("_prob")):
-        return 0.0
+        return value if name == "drop_path_rate" else 0.0  # Of 0.0, modules are of other classes.
     if layers is None:
         if name in _COUNTS or name in _OF_LAYERS or name == "block_types":
             return value
@@ -246,6 +246,8 @@ def _new_model(kind: Any, small: Any, dtype: torch.dtype) -> Any:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        elif hasattr(module, "drop_prob"):
+            module.drop_prob = 0.0
     return model
 
 

@@ -63,6 +63,16 @@ def test_state_space_models_have_copies_of_both_sizes(name: str) -> None:
     assert rows == {"o_proj", "down_proj"}
 
 
+def test_layers_that_drop_paths_and_towers_of_a_depth_are_like_their_copies() -> None:
+    depth = transformers.CohereCompassVisionConfig(depth=4)
+    with torch.device("meta"):
+        dropping = transformers.BeitModel(transformers.BeitConfig(num_hidden_layers=3))
+        tower = transformers.CohereCompassVisionModel(depth)
+    for model, count in ((dropping, 3), (tower, 4)):
+        rows = [layer.count for layer in plan_for(model, 2).layers if layer.kind == "row"]
+        assert rows[:2] == [count, count]
+
+
 def test_what_has_all_heads_stays_whole_with_a_reason() -> None:
     """MPT's ALiBi has a slope for each head; its MLP is sharded."""
     derived = derive(transformers.MptForCausalLM, transformers.MptConfig())
