@@ -3,8 +3,6 @@
 Products: forward, the gradients of input and weight of o_proj (k = hidden / degree) and down_proj
 (k = inner / degree), by ``ops.sharded_gemm``. Device time; copies of the operands that exceed the
 L2 cache are used in turn. Errors are relative to float64, in the norm, of sampled rows and columns.
-
-``pipekernels.local_ops.gemm_choice.FASTER`` has the products of these results that Triton wins.
 """
 
 from __future__ import annotations

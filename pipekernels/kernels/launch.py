@@ -131,13 +131,8 @@ def launch_slabs(product: Product, slabs: int, *, generation: int) -> None:
         _loaded.add(kernel)
 
 
-def is_loaded(product: Product, config: Config) -> bool:
-    """Whether :func:`launch` needs neither compile nor load, which a graph capture forbids."""
-    return _key(product, config.blocks, config.split_k > 1) in _loaded
-
-
 def are_slabs_loaded(product: Product, slabs: int) -> bool:
-    """The same for :func:`launch_slabs`."""
+    """Whether :func:`launch_slabs` neither compiles nor loads, which a graph capture forbids."""
     return _key(product, slabs, product.a.shape[1]) in _loaded
 
 

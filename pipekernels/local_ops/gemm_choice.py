@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import logging
 from typing import NamedTuple
 
 import torch
@@ -15,8 +14,6 @@ from torch.torch_version import TorchVersion
 
 from pipekernels.kernels.config import TILES, Config, config_for, generation, kind_of
 from pipekernels.kernels.layout import has_rows, layout_of
-
-_log = logging.getLogger(__name__)
 
 FLOAT8 = torch.float8_e4m3fn
 OLDEST_TRITON = "3.6"
@@ -64,97 +61,28 @@ def tf32_allowed() -> bool:
     return bool(matmul.allow_tf32)
 
 
-class Chosen(NamedTuple):
-    """How to run the Triton kernel."""
-
-    config: Config
-    forced: bool = False  # Whether the caller insists on Triton.
-
-
-MEASURED = "NVIDIA H200"
-"""The GPU of the measurement. A lead of 7% at the speed of its memory says nothing of others, not
-even of an H100, whose memory is slower."""
-
-FASTER = {("bfloat16", "forward", 16, 8192, 28672)}
-"""Kind, layout and sizes m, n, k of products that the kernel computed at least 3% faster than the
-library, its launch by Python included, which takes longer than most products do
-(``bench/results/nvidia-h200/gpu.sharded_gemm.json``). Tokens (k of a weight's gradient, else m)
-stand for all numbers that round up to that power of two."""
-FEATURES = {n for _, _, _, n, _ in FASTER}
-
-
 def choose(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor | None,
-    residual: Tensor | None = None,
-    *,
-    algorithm: str = "auto",
-    dtype: torch.dtype | None = None,
-) -> Chosen | None:
-    """How to run the Triton kernel for ``a @ b.T``; ``None`` to use the vendor's library.
+    a: Tensor, b: Tensor, out: Tensor, residual: Tensor | None = None, *, algorithm: str = "auto"
+) -> Config | None:
+    """How the Triton kernel computes ``out = a @ b.T``; ``None`` to use the vendor's library.
 
     Args:
-        a, b: matrices on a GPU.
-        out: for the result; ``None`` for a new tensor.
+        a, b, out: matrices on a GPU.
         residual: that is added.
         algorithm: as for :func:`pipekernels.ops.sharded_gemm`.
-        dtype: in which the product is computed, if not that of ``a``.
     """
     if algorithm == "cublas" or 0 in (*a.shape, len(b)):
         return None
-    gpu, dtype = gpu_of(a.device), dtype or a.dtype
-    kind = kind_of(dtype, dtype == torch.float32 and tf32_allowed())
-    if algorithm == "auto":
-        if a.dtype != FLOAT8:
-            return _choose_measured(a, b, out, residual, kind, gpu)
-        if out is not None and library_takes_float8(a, b, out):
-            return None
+    if algorithm == "auto" and (a.dtype != FLOAT8 or library_takes_float8(a, b, out)):
+        return None
+    gpu, kind = gpu_of(a.device), kind_of(a.dtype, a.dtype == torch.float32 and tf32_allowed())
     check_triton(a.dtype, kind, gpu)
     assert kind is not None  # Else that has raised an error.
-    layout = _layout(a, b, out, residual)
+    is_aligned = has_rows(out) and (residual is None or has_rows(residual))
+    layout = layout_of(a, b) if is_aligned else None
     if layout is None or (a.dtype == FLOAT8 and layout != "forward"):
-        config = Config(TILES[gpu.generation, kind].unaligned)
-    else:
-        config = config_for(gpu.generation, kind, len(a), len(b), a.shape[1], gpu.sms)
-    return Chosen(config, forced=algorithm == "triton")
-
-
-def _choose_measured(
-    a: Tensor, b: Tensor, out: Tensor | None, residual: Tensor | None, kind: str | None, gpu: Gpu
-) -> Chosen | None:
-    """:func:`choose` by :data:`FASTER`; logs, once, why a product is the library's."""
-    (m, k), n = a.shape, len(b)
-    why = "it was as fast, or was not compared, for such products"
-    if gpu.name != MEASURED:
-        why = f"the kernel was measured on {MEASURED} only"
-    elif not has_triton():
-        why = f"the kernel needs {TRITON_REMEDY}"
-    elif kind is not None and n in FEATURES:  # Looking at the layout takes the host longer.
-        layout = _layout(a, b, out, residual)
-        tokens_first = (_power_of_two(m), n, k)
-        sizes = (m, n, _power_of_two(k)) if layout == "grad_weight" else tokens_first
-        if (kind, layout, *sizes) in FASTER:
-            return Chosen(config_for(gpu.generation, kind, m, n, k, gpu.sms))
-    _log_library(gpu.name, why)
-    return None
-
-
-@functools.cache  # Once for each reason.
-def _log_library(gpu: str, why: str) -> None:
-    _log.info("sharded_gemm on %s is the vendor's library: %s", gpu, why)
-
-
-def _layout(a: Tensor, b: Tensor, out: Tensor | None, residual: Tensor | None) -> str | None:
-    """:func:`layout_of` a product whose other tensors are aligned; else ``None``."""
-    is_aligned = len(a) == 1 or len(b) * a.itemsize % 16 == 0 if out is None else has_rows(out)
-    if not is_aligned or (residual is not None and not has_rows(residual)):
-        return None
-    return layout_of(a, b)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
+        return Config(TILES[gpu.generation, kind].unaligned)
+    return config_for(gpu.generation, kind, len(a), len(b), a.shape[1], gpu.sms)
 
 
 def check_triton(dtype: torch.dtype, kind: str | None, gpu: Gpu) -> None:

@@ -1,8 +1,7 @@
 """``Y = X W^T`` of a linear layer, by Triton or by the vendor's library.
 
-On a GPU ``algorithm='auto'`` uses the Triton kernel for products that were measured to be faster by
-it (:data:`pipekernels.local_ops.gemm_choice.FASTER`); for all others, and on CPUs, it calls
-``torch.nn.functional.linear``.
+``algorithm='auto'`` calls ``torch.nn.functional.linear``, which is as fast as the Triton kernel or
+faster, but for float8.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipekernels._arguments import check_kind
-from pipekernels._torch_private import needs_dispatcher, scaled_mm
-from pipekernels.kernels.config import kind_of
+from pipekernels._torch_private import scaled_mm
+from pipekernels.kernels.config import Config, kind_of
 from pipekernels.local_ops.gemm_choice import (
     FLOAT8,
-    Chosen,
     choose,
     gpu_of,
     library_takes_float8,
@@ -80,14 +78,7 @@ def sharded_gemm(
             f"x has dtype {x.dtype} but weight {weight.dtype}; convert one of them with .to(...)"
         )
     dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-    chosen, is_open = None, dtype == FLOAT8  # Open: the operation chooses when it runs.
-    if x.is_cuda and not is_open:
-        is_open = algorithm != "cublas" and torch.compiler.is_compiling()
-        if not is_open:
-            added = None if residual is None else as_matrix(residual)
-            rows = as_matrix(x)
-            chosen = choose(rows, weight, None, added, algorithm=algorithm, dtype=dtype)
-    if chosen is None and not is_open:
+    if algorithm != "triton" and dtype != FLOAT8:
         y = functional.linear(x, weight, bias)
         return y if residual is None else y + residual
     matrix, n = as_matrix(x), weight.shape[0]
@@ -97,16 +88,12 @@ def sharded_gemm(
         bias = bias if bias is None else bias.to(dtype)
         residual = residual if residual is None else residual.to(dtype)
     deny_tangents("sharded_gemm", (t for t in (x, weight, bias, residual) if t is not None))
-    product: Tensor
-    if chosen is None or autocast or needs_dispatcher():
-        scale_x, scale_weight = (
-            scale if scale is None else scale.reshape(-1) for scale in (scale_x, scale_weight)
-        )
-        product = torch.ops.pipekernels.sharded_gemm(
-            matrix, weight, bias, residual, scale_x, scale_weight, out_dtype, algorithm
-        )
-    else:
-        product = _Gemm.apply(matrix, weight, bias, residual, algorithm, chosen)
+    scale_x, scale_weight = (
+        scale if scale is None else scale.reshape(-1) for scale in (scale_x, scale_weight)
+    )
+    product: Tensor = torch.ops.pipekernels.sharded_gemm(
+        matrix, weight, bias, residual, scale_x, scale_weight, out_dtype, algorithm
+    )
     return product.view(*x.shape[:-1], n)
 
 
@@ -143,15 +130,11 @@ def gemm_into(
         terms: of the product.
         algorithm: as in :func:`sharded_gemm`.
     """
-    chosen = choose(a, b, out, terms.residual, algorithm=algorithm) if a.is_cuda else None
-    run(chosen, out, a, b, terms)
-
-
-def run(chosen: Chosen | None, out: Tensor, a: Tensor, b: Tensor, terms: Terms = NO_TERMS) -> None:
-    """Compute ``out`` as :func:`choose` says; but by the library what Triton, unless it is forced,
-    could not compute in the capture of a graph."""
-    if chosen is None or not _by_triton(chosen, out, a, b, terms):
+    config = choose(a, b, out, terms.residual, algorithm=algorithm) if a.is_cuda else None
+    if config is None:
         _by_library(out, a, b, terms)
+    else:
+        _by_triton(config, out, a, b, terms)
 
 
 def _check(
@@ -203,19 +186,14 @@ def _check(
 # ---- the product by Triton, and by the vendor's library ----
 
 
-def _by_triton(chosen: Chosen, out: Tensor, a: Tensor, b: Tensor, terms: Terms) -> bool:
-    """Launch the Triton kernel, if that is possible; False if the library is to compute."""
-    from pipekernels.kernels.launch import Product, is_loaded, launch
+def _by_triton(config: Config, out: Tensor, a: Tensor, b: Tensor, terms: Terms) -> None:
+    from pipekernels.kernels.launch import Product, launch
 
     gpu, kind = gpu_of(a.device), kind_of(a.dtype, tf32_allowed())
     assert kind is not None  # choose() returns None for other dtypes.
     product = Product(kind, a, b, out, **terms._asdict())
     with torch.cuda.device(a.device):
-        is_captured = not chosen.forced and torch.cuda.is_current_stream_capturing()
-        if is_captured and not is_loaded(product, chosen.config):
-            return False  # A capture must not load a kernel.
-        launch(product, chosen.config, generation=gpu.generation, sms=gpu.sms)
-    return True
+        launch(product, config, generation=gpu.generation, sms=gpu.sms)
 
 
 def _by_library(out: Tensor, a: Tensor, b: Tensor, terms: Terms) -> None:
@@ -285,30 +263,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_weight = multiply(grad.t(), x.t(), *rest) if needs_weight else None
     grad_bias = grad.sum(0) if needs_bias else None
     return grad_x, grad_weight, grad_bias, grad if needs_residual else None, *[None] * 4
-
-
-class _Gemm(torch.autograd.Function):
-    """The registered operation for a product that is chosen already."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        algorithm: str,
-        chosen: Chosen,
-    ) -> Tensor:
-        ctx.algorithm = algorithm
-        ctx.save_for_backward(x, weight)
-        out = x.new_empty((x.shape[0], weight.shape[0]))
-        run(chosen, out, x, weight, Terms(bias, residual))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(ctx, grad)[:4], None, None
 
 
 _library = torch.library.Library("pipekernels", "FRAGMENT")

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipekernels.kernels.config import KINDS, TILES, Blocks, Config, config_for, generation
+from pipekernels.kernels.config import KINDS, TILES, Config, config_for, generation
 from pipekernels.kernels.layout import layout_of
-from pipekernels.local_ops.gemm_choice import FASTER
 
 
 @given(
@@ -36,12 +35,6 @@ def test_the_configuration_suits_the_product() -> None:
     assert deep.split_k > 1 and deep.blocks.m == 16
     assert config_for(90, "bfloat16", 1, 32768, 8192, 132) == Config(deep.blocks)
     assert config_for(90, "bfloat16", 1, 1024, 512, 132) == Config(deep.blocks)
-
-
-def test_the_product_that_auto_takes_runs_as_it_was_measured() -> None:
-    (measured,) = FASTER
-    config = config_for(90, "bfloat16", *measured[2:], 132)
-    assert config == Config(Blocks(16, 128, 128, 4, 4), split_k=2)
 
 
 def test_generations_of_gpus() -> None:

@@ -64,27 +64,14 @@ class Case(NamedTuple):
         return cls(x, weight, *(term.to(out_dtype or dtype) for term in added))
 
 
-ENTRY = ("bfloat16", "forward", 64, 64, 64)
-
-
-class OnGpu(torch.Tensor):
-    """A CPU tensor that claims to be on a GPU."""
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
-
-
 def pretend_gpu(
     monkeypatch: pytest.MonkeyPatch,
-    *faster: tuple[str, str, int, int, int],
+    *,
     capability: tuple[int, int] = (9, 0),
-    name: str = gemm_choice.MEASURED,
+    name: str = "NVIDIA H200",
 ) -> None:
-    """Let the choice of an algorithm see a GPU, and products that Triton computes faster."""
+    """Let the choice of an algorithm see a GPU."""
     fake = gemm_choice.Gpu(name, capability, generation(capability), 132)
     for user in (gemm_choice, module):
         monkeypatch.setattr(user, "gpu_of", lambda device: fake)
-    monkeypatch.setattr(gemm_choice, "FASTER", set(faster))
-    monkeypatch.setattr(gemm_choice, "FEATURES", {n for *_, n, _ in faster})
     monkeypatch.setattr(gemm_choice, "has_triton", lambda: True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from pipekernels.kernels import launch as launching
 from pipekernels.kernels.config import Blocks, Config
 from pipekernels.kernels.launch import Product, launch
-from pipekernels.local_ops.gemm_choice import Chosen, Gpu
+from pipekernels.local_ops.gemm_choice import Gpu
 from support.kernels.interpreter import skip_unless_it_works
 from support.kernels.operands import LAYOUTS, operands
 from support.levels import in_gate, pairwise
@@ -185,18 +185,15 @@ def test_split_k_resets_its_counters_to_zero(monkeypatch: pytest.MonkeyPatch) ->
 def interpret_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the operation compute CPU tensors with the interpreted kernel."""
 
-    def run(_: Any, out: Tensor, a: Tensor, b: Tensor, terms: sharded_gemm.Terms) -> None:
+    def run(out: Tensor, a: Tensor, b: Tensor, terms: sharded_gemm.Terms, algorithm: str) -> None:
         kind = str(a.dtype).removeprefix("torch.")
         product = Product(kind, a, b, out, terms.bias, terms.residual)
         launch(product, Config(SMALL, 2), generation=90, sms=2)
 
-    monkeypatch.setattr(sharded_gemm, "run", run)
+    monkeypatch.setattr(sharded_gemm, "gemm_into", run)
 
 
-@pytest.mark.parametrize("registered", [True, False])
-def test_both_gradients_are_products_of_the_kernel(
-    registered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_gradients_are_products_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_operation(monkeypatch)
     inputs = [torch.randn(size) for size in ((33, 40), (24, 40), (24,), (33, 24))]
     grad = torch.randn(33, 24)
@@ -205,11 +202,9 @@ def test_both_gradients_are_products_of_the_kernel(
         x, w, bias, residual = leaves = [t.to(dtype, copy=True).requires_grad_() for t in inputs]
         if dtype == torch.float64:
             y = torch.nn.functional.linear(x, w, bias) + residual
-        elif registered:
+        else:
             rest = (None, None, None, "auto")
             y = torch.ops.pipekernels.sharded_gemm(x, w, bias, residual, *rest)
-        else:
-            y = sharded_gemm._Gemm.apply(x, w, bias, residual, "auto", Chosen(Config(SMALL)))
         y.backward(grad.to(dtype))
         results.append([y, *(leaf.grad for leaf in leaves)])
     x, w, bias, residual = (t.abs() for t in inputs)
@@ -232,5 +227,5 @@ def test_the_operation_passes_its_arguments_to_the_kernel(
     p = product(33, 40, 64, "forward", dtype, **added)
     config = Config(Blocks(16, 32, 32, 4, 3))
     terms = sharded_gemm.Terms(*p[4:])
-    assert sharded_gemm._by_triton(Chosen(config, forced=True), p.out, p.a, p.b, terms)
+    sharded_gemm._by_triton(config, p.out, p.a, p.b, terms)
     check(p, config)
