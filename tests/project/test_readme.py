@@ -31,6 +31,11 @@ def test_each_program_is_run_by_the_command_after_it() -> None:
     }
 
 
+def test_the_number_of_families_is_that_of_their_page() -> None:
+    (count,) = re.findall(r"\[(\d+) families\]\(docs/families.md\)", PAGE)
+    assert f": {count} are sharded;" in (ROOT / "docs" / "families.md").read_text()
+
+
 def test_the_pipe_has_loss_and_gradients_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     exec(PROGRAMS["pipe.py"], names)  # noqa: S102

@@ -1,8 +1,10 @@
 """Every family of transformers that a small configuration can make, sharded by "auto" on two ranks.
 
 ``cd tests; python -m support.sweeps.families`` compares outputs, gradients and greedy tokens with
-those of one process, and writes docs/families.md. Arguments: names of families to look at instead;
-the page keeps what it says of the others.
+those of one process, computes which share of the parameters a rank holds at the sizes of the
+default configuration, and writes docs/families.md. Arguments: names of families to look at instead;
+the page keeps what it says of the others. With ``--shares`` it computes shares only, by default of
+all families that the page says are equal.
 """
 
 import collections
@@ -12,7 +14,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +41,10 @@ REASONS = {
     "ranks cannot share": "there are fewer heads than ranks",
 }
 RANKS = 2
-SECONDS = 60  # For one family.
+SECONDS = 60  # For the comparison of one family.
+SECONDS_OF_SHARE = 600
+MOST = 0.60
+"""Of the parameters: what a rank holds of a family that counts as sharded."""
 HEADS = (
     "MODEL_FOR_CAUSAL_LM",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
@@ -56,10 +61,11 @@ class Finding(NamedTuple):
     state: str
     """``equal``, ``differs``, ``refused``, ``fails`` or ``not made``."""
     note: str = ""
+    """If equal, the share of a rank, or why the default configuration has none."""
 
 
-def model_of(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A small model and its inputs; raises whatever keeps one from being made."""
+def class_of(family: str) -> tuple[Any, Any]:
+    """The class of its models and the default configuration."""
     for head in HEADS:
         names = getattr(modeling_auto, f"{head}_MAPPING_NAMES").get(family)
         if names is not None:
@@ -67,8 +73,36 @@ def model_of(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
             kind = getattr(transformers, name)
             # Of its text alone, where the family's is of images too.
             config = kind.config_class or getattr(transformers, CONFIG_MAPPING_NAMES[family])
-            return small_model(kind, config())
+            return kind, config()
     raise ValueError("no model")
+
+
+def share_held(model: nn.Module, comm: Communicator) -> float:
+    """Shard ``model``, perhaps on the meta device; the share of its parameters that this rank then
+    holds. Embeddings count for nothing, nor do heads that are tied to them."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    embedded = {module.weight for module in embeddings}
+    full = {name: p.numel() for name, p in model.named_parameters() if p not in embedded}
+    held = dict(tensor_parallelize(model, "auto", comm).named_parameters())
+    return sum(held[name].numel() for name in full) / sum(full.values())
+
+
+def share_of(family: str) -> str:
+    """The share of a rank at the sizes of the default configuration, or why there is none."""
+    with warnings.catch_warnings(), limited(SECONDS_OF_SHARE):
+        warnings.simplefilter("ignore")
+        kind, config = class_of(family)
+        try:
+            with torch.device("meta"):
+                models = [kind(config) for _ in range(RANKS)]
+        except Exception:  # noqa: BLE001 - whatever the model raises where a size is None
+            return "the default configuration makes no model"
+        try:
+            run = partial(run_threads, RANKS, timeout=SECONDS_OF_SHARE, limit=SECONDS_OF_SHARE)
+            share = run(lambda comm: share_held(models[comm.rank], comm))[0]
+        except Exception as error:  # noqa: BLE001
+            return str(error)
+    return f"{share:.2f}" if share < 1 else "nothing but embeddings is sharded"
 
 
 def outputs_of(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -108,12 +142,10 @@ def compare(plain: nn.Module, inputs: dict[str, Tensor]) -> Finding:
     expected = outputs_of(plain, inputs)
     gradients = {key: p.grad for key, p in plain.named_parameters() if p.grad is not None}
     largest = max(gradient.abs().max().item() for gradient in gradients.values())
-    whole = sum(p.numel() for p in plain.parameters())
 
     def body(comm: Communicator) -> Finding:
         model = copies[comm.rank]
         tensor_parallelize(model, "auto", comm)
-        share = sum(p.numel() for p in model.parameters()) / whole
         found = outputs_of(model, inputs)
         for i, (a, b) in enumerate(zip(found, expected, strict=True)):
             if a.shape != b.shape or not error_of(a, b) < 1e-5:
@@ -125,7 +157,7 @@ def compare(plain: nn.Module, inputs: dict[str, Tensor]) -> Finding:
             is_close = full[key].shape == gradient.shape
             if not is_close or not (full[key] - gradient).abs().max() <= bound:
                 return Finding("", "differs", f"gradient of {key}")
-        return Finding("", "equal", f"{share:.2f}")
+        return Finding("", "equal")
 
     def generating(comm: Communicator) -> bool:
         model = tensor_parallelize(again[comm.rank], "auto", comm)
@@ -141,12 +173,12 @@ def compare(plain: nn.Module, inputs: dict[str, Tensor]) -> Finding:
 
 
 @contextlib.contextmanager
-def limited() -> Iterator[None]:
+def limited(seconds: int) -> Iterator[None]:
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"took more than {SECONDS} s")
+        raise TimeoutError(f"took more than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
+    signal.alarm(seconds)
     try:
         yield
     finally:
@@ -155,11 +187,11 @@ def limited() -> Iterator[None]:
 
 
 def look_at(family: str) -> Finding:
-    """Never raises."""
-    with warnings.catch_warnings(), limited():
+    """The share is left open. Never raises."""
+    with warnings.catch_warnings(), limited(SECONDS):
         warnings.simplefilter("ignore")
         try:
-            plain, inputs = model_of(family)
+            plain, inputs = small_model(*class_of(family))
             refusal = run_threads(RANKS, partial(refused, copy.deepcopy(plain)))[0]
             if refusal is not None:
                 return Finding(family, "refused", refusal)
@@ -173,38 +205,64 @@ def look_at(family: str) -> Finding:
     return finding._replace(family=family)
 
 
+def is_share(note: str) -> bool:
+    return re.fullmatch(r"\d\.\d\d", note) is not None
+
+
+def by_reason(findings: Iterable[Finding]) -> list[str]:
+    """Lines of families that have no share for the same reason."""
+    families: dict[str, list[str]] = {}
+    for finding in findings:
+        note = finding.note
+        known = (why for part, why in REASONS.items() if part in note)
+        why = next(known, note.partition(";")[0][:160])
+        families.setdefault(why, []).append(finding.family)
+    return [f"* {why}: {', '.join(names)}." for why, names in sorted(families.items())]
+
+
 def page(findings: list[Finding]) -> str:
     """The table of the documentation."""
-    counts = collections.Counter(finding.state for finding in findings)
-    equal = [f"{f.family} ({f.note})" for f in findings if f.state == "equal"]
-    refused: dict[str, list[str]] = {}
+    of = collections.defaultdict(list)
     for finding in findings:
-        if finding.state == "refused":
-            note = finding.note
-            known = (why for part, why in REASONS.items() if part in note)
-            why = next(known, note.partition(";")[0][:160])
-            refused.setdefault(why, []).append(finding.family)
+        of[finding.state].append(finding)
+    shares = [finding for finding in of["equal"] if is_share(finding.note)]
+    small = [finding for finding in of["equal"] if not is_share(finding.note)]
+    listed = [f"{family} ({note})" for family, _, note in shares if float(note) <= MOST]
+    partly = [f"{family} ({note})" for family, _, note in shares if float(note) > MOST]
     lines = [
         "# Families of transformers",
         "",
-        f'What `tensor_parallelize(model, "auto", comm)` does on {RANKS} ranks with a small model',
-        f"of each family of transformers {transformers.__version__}: {counts['equal']} are",
-        "sharded, and outputs, all gradients and greedy tokens equal those of one process;",
-        f"{counts['refused']} are refused before anything is changed; of {counts['not made']} no",
-        "small model for text or images could be made by this page's program",
-        "(`cd tests; python -m support.sweeps.families`).",
+        f'What `tensor_parallelize(model, "auto", comm)` does on {RANKS} ranks with each family',
+        f"of transformers {transformers.__version__}: {len(listed)} are sharded; {len(partly)} are",
+        f"partly sharded: a rank holds more than {MOST:.2f} of the parameters; of {len(small)}",
+        "a small model is sharded, but none of the default configuration is known to be;",
+        f"{len(of['refused'])} are refused before anything is changed; of {len(of['not made'])} no",
+        "small model for text or images could be made.",
         "",
-        "## Sharded, with the share of parameters on a rank",
+        "Outputs, all gradients and greedy tokens of a small sharded model of each equal those of",
+        "one process (`cd tests; python -m support.sweeps.families`). In brackets is the share of",
+        "the parameters that a rank holds at the sizes of the default configuration, without",
+        "embeddings and heads that are tied to them. It is computed on the meta device, with",
+        "`--shares` without comparing anything.",
         "",
-        ", ".join(equal) + ".",
+        "## Sharded",
+        "",
+        ", ".join(listed) + ".",
+        "",
+        "## Partly sharded",
+        "",
+        ", ".join(partly) + ".",
+        "",
+        "## Small models only",
+        "",
+        *by_reason(small),
         "",
         "## Refused",
         "",
-        *[f"* {why}: {', '.join(names)}." for why, names in sorted(refused.items())],
+        *by_reason(of["refused"]),
         "",
     ]
-    wrong = [f for f in findings if f.state in ("differs", "fails")]
-    if wrong:
+    if wrong := of["differs"] + of["fails"]:
         lines += ["## Wrong", "", *[f"* {f.family}: {f.state}, {f.note[:200]}" for f in wrong], ""]
     return "\n".join(lines)
 
@@ -212,13 +270,15 @@ def page(findings: list[Finding]) -> str:
 def on_page(text: str) -> list[Finding]:
     """What a page says of each family."""
     _, _, body = text.partition("## Sharded")
-    sharded, _, refused = body.partition("## Refused")
-    found = [Finding(*m, "equal", n) for *m, n in re.findall(r"([\w.-]+) \((\d\.\d\d)\)", sharded)]
-    refused, _, wrong = refused.partition("## Wrong")
+    shares, _, body = body.partition("## Small models only")
+    small, _, body = body.partition("## Refused")
+    refused, _, wrong = body.partition("## Wrong")
+    found = [Finding(*m, "equal", n) for *m, n in re.findall(r"([\w.-]+) \((\d\.\d\d)\)", shares)]
     found += [Finding(*m) for m in re.findall(r"\* ([\w.-]+): (\w+), (.*)", wrong)]
-    for line in refused.strip().splitlines():
-        why, _, listed = line.removeprefix("* ").rpartition(": ")
-        found += [Finding(name, "refused", why) for name in listed.rstrip(".").split(", ")]
+    for state, section in (("equal", small), ("refused", refused)):
+        for line in section.strip().splitlines():
+            why, _, listed = line.removeprefix("* ").rpartition(": ")
+            found += [Finding(name, state, why) for name in listed.rstrip(".").split(", ")]
     rest = sorted(set(names()) - {finding.family for finding in found})
     return found + [Finding(name, "not made") for name in rest]
 
@@ -229,18 +289,23 @@ def names() -> list[str]:
     return sorted(known & CONFIG_MAPPING_NAMES.keys())
 
 
-def main(chosen: list[str]) -> None:
+def main(chosen: list[str], shares_only: bool) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    findings = []
-    for family in chosen or names():
-        findings.append(look_at(family))
-        print(*findings[-1], sep=" | ", flush=True)
-    others = [finding for finding in on_page(PAGE.read_text()) if finding.family not in chosen]
-    PAGE.write_text(page(sorted(findings + others if chosen else findings)))
-    print(collections.Counter(finding.state for finding in findings))
-    sys.exit(any(finding.state in ("differs", "fails") for finding in findings))
+    known = {finding.family: finding for finding in on_page(PAGE.read_text())}
+    every = names()
+    families = chosen or [name for name in every if not shares_only or known[name].state == "equal"]
+    for family in families:
+        finding = known[family] if shares_only else look_at(family)
+        if finding.state == "equal":
+            finding = finding._replace(note=share_of(family))
+        print(*finding, sep=" | ", flush=True)
+        known[family] = finding
+        PAGE.write_text(page([known[name] for name in every]))
+    states = collections.Counter(known[family].state for family in families)
+    print(states)
+    sys.exit(bool(states["differs"] + states["fails"]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main([name for name in sys.argv[1:] if name != "--shares"], "--shares" in sys.argv)
