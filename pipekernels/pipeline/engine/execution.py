@@ -23,13 +23,8 @@ import torch
 from pipekernels.pipeline.engine import lanes
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.schedule.program import Action, Program, Schedule, order_of_issue
+from pipekernels.pipeline.stage import random_state
 from pipekernels.pipeline.stage.context import needs_this_thread
-from pipekernels.pipeline.stage.random_state import (
-    Seeds,
-    audited_seeds,
-    hooked_seeds,
-    lane_seeds,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +82,6 @@ class Auto:
         if self._fastest is not None:
             return self._fastest
         least = min(self._seconds, key=lambda name: len(self._seconds[name]))
-        _log.debug("%s: tries %s", self._signature, least)
         return least
 
     def record(self, execution: str, seconds: float) -> None:
@@ -133,13 +127,16 @@ class Plan:
         self.tasks = [stages.fused] if self.is_fused and stages.fused else stages.tasks
         split = execution == "split"
         self.program = schedule.program(len(self.tasks), micro_batches, split=split)
-        self.make_seeds = partial(Seeds, stages.generators)
+        generators, observed = stages.generators, stages.observed
+        self.make_seeds = partial(random_state.Seeds, generators)
         if execution == FIRST:
-            self.make_seeds = partial(audited_seeds, stages.generators, stages.observed)
+            self.make_seeds = partial(
+                random_state.audited_seeds, stages.generators, stages.observed
+            )
         elif self._on_lanes:
-            self.make_seeds = partial(lane_seeds, stages.generators, stages.observed)
+            self.make_seeds = partial(random_state.lane_seeds, generators, observed)
         elif self.program.splits:
-            self.make_seeds = partial(hooked_seeds, stages.generators, stages.observed)
+            self.make_seeds = partial(random_state.hooked_seeds, generators, observed)
         self._waits = stages.done_when_issued if stages.with_streams else None
 
     def run(self, program: Program, compute: Callable[[Action, Any], Any]) -> None:

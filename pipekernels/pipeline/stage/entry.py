@@ -6,9 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
-
-from pipekernels._torch_private import function_of
 
 PAST_THE_OUTPUT = (
     "a backward reaches layers of a pipe past the pipe's output: a loss uses a value that a layer "
@@ -68,8 +65,3 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     else:
         copy.copy_(source)
     return copy
-
-
-def is_custom(node: Node) -> bool:
-    """Whether ``node`` belongs to a custom function other than :class:`StageInput`."""
-    return function_of(node) not in (None, StageInput)

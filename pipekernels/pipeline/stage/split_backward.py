@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from pipekernels._torch_private import run_backward
-from pipekernels.pipeline.stage.entry import is_custom
+from pipekernels._torch_private import function_of, run_backward
+from pipekernels.pipeline.stage.entry import StageInput
 
 WeightBackward = Callable[[bool], None]
 """Runs the second part; its argument says whether another backward may follow."""
@@ -114,7 +114,7 @@ def _children_first(roots: Sequence[Node]) -> dict[Node, list[Node]] | None:
         children = [child for child, _ in node.next_functions if child is not None]
         if are_children_found:
             found[node] = children
-        elif is_custom(node):
+        elif function_of(node) not in (None, StageInput):
             return None
         else:
             stack += [(node, True), *((child, False) for child in children)]

@@ -210,11 +210,10 @@ def flatten(
         elif isinstance(leaf, NoChunk):
             found[i] = leaf.tensor
     if not tensors:
-        empty = isinstance(value, (tuple, list, dict)) and not value
-        kind = ("an empty " if empty else "") + type(value).__name__
+        kind = "arguments without one" if isinstance(value, Arguments) else type(value).__name__
         raise TypeError(
             f"{what} must be a tensor or a tuple, list or dict with at least one tensor in it, not "
-            f"{'arguments without any tensor' if isinstance(value, Arguments) else kind}"
+            f"{kind}"
         )
     return tuple(tensors), Structure(layout, found)
 
