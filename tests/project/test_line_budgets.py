@@ -12,34 +12,34 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 930,
+    "pipekernels": 900,
     "pipekernels/balance": 360,
     "pipekernels/binding": 280,
-    "pipekernels/comm": 1_500,
+    "pipekernels/comm": 1_510,
     "pipekernels/comm/hosts": 570,
     "pipekernels/comm/join": 440,
-    "pipekernels/comm/process_group": 620,
-    "pipekernels/device": 500,
-    "pipekernels/huggingface": 2_170,
-    "pipekernels/kernels": 660,
-    "pipekernels/local_ops": 1_420,
+    "pipekernels/comm/process_group": 500,
+    "pipekernels/device": 450,
+    "pipekernels/huggingface": 2_240,
+    "pipekernels/kernels": 650,
+    "pipekernels/local_ops": 1_300,
     "pipekernels/ops": 50,
-    "pipekernels/pipeline": 520,
-    "pipekernels/pipeline/engine": 1_530,
-    "pipekernels/pipeline/placement": 450,
+    "pipekernels/pipeline": 530,
+    "pipekernels/pipeline/engine": 1_510,
+    "pipekernels/pipeline/placement": 440,
     "pipekernels/pipeline/schedule": 450,
     "pipekernels/pipeline/spmd": 470,
-    "pipekernels/pipeline/stage": 1_750,
-    "pipekernels/pipeline/values": 790,
-    "pipekernels/tensor_parallel": 2_290,
-    "pipekernels/tensor_parallel/arithmetic": 610,
-    "pipekernels/tensor_parallel/int8": 320,
-    "pipekernels/tensor_parallel/plan": 1_390,
-    "tests": 25_310,
-    "bench": 5_250,
+    "pipekernels/pipeline/stage": 1_670,
+    "pipekernels/pipeline/values": 780,
+    "pipekernels/tensor_parallel": 2_420,
+    "pipekernels/tensor_parallel/arithmetic": 620,
+    "pipekernels/tensor_parallel/int8": 330,
+    "pipekernels/tensor_parallel/plan": 1_400,
+    "tests": 25_790,
+    "bench": 5_430,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 19_980, "core": 16_220}
+TOTALS = {"pipekernels": 19_800, "core": 15_990}
 
 
 def lines(files: Iterable[Path]) -> int:
