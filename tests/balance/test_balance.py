@@ -273,7 +273,7 @@ def test_the_balance_fits_a_pipe(device: torch.device) -> None:
         ({"partitions": 2.0}, ValueError, "partitions is 2.0; it must be an integer of at least 1"),
         ({"partitions": 3}, ValueError, "2 elements cannot be cut into 3"),
         ({"sample": "x"}, TypeError, "the sample must be a tensor .* not str"),
-        ({"sample": ()}, TypeError, "not an empty tuple"),
+        ({"sample": ()}, TypeError, "in it, not tuple"),
     ],
 )
 def test_errors(by: Any, change: dict[str, Any], error: type[Exception], message: str) -> None:

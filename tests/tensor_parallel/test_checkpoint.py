@@ -15,7 +15,7 @@ from pipekernels.tensor_parallel import checkpoint_state_dict
 PLAN = {
     "embed": "embedding",
     "pack": "packed_column:6,7,3",
-    "share": "shared_column:2",
+    "share": "column/1/1",
     "down": "row",
     "head": "column_gather_output",
 }
