@@ -169,8 +169,8 @@ class Pipe(nn.Module):
             input itself.
 
         Raises:
-            TypeError: there is no tensor in the input, or in what a stage returns, or the first
-                layer has no argument of a name.
+            TypeError: the input, or what a stage returns, has no tensor, or the first layer does
+                not take an argument of a name.
             ValueError: the input cannot be split: no batch dimension, or batch sizes differ; or
                 the outputs of micro-batches cannot be joined along ``batch_dim``.
             RuntimeError: inside a transform of ``torch.func``, or with tangents (forward-mode

@@ -15,6 +15,7 @@ from support.models import (
     outputs_and_gradients,
     run_sharded,
     tokens,
+    without_dropout,
 )
 from support.ranks import run_threads
 from torch import Tensor, nn
@@ -69,13 +70,7 @@ def model_of(family: str, heads: int, keys: int, dtype: torch.dtype = torch.floa
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
-    for module in model.modules():
-        for attribute, value in vars(module).items():
-            if "drop" in attribute and isinstance(value, float):
-                setattr(module, attribute, 0.0)
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model
+    return without_dropout(model)
 
 
 @pytest.mark.parametrize(("family", "heads", "keys", "ranks", "held"), in_gate(GATE, CASES))

@@ -128,7 +128,12 @@ def model_of(name: str) -> nn.Module:
     model = auto.from_config(config, attn_implementation="eager").double()
     for parameter in model.parameters():  # Norms begin as ones, biases as zeros.
         nn.init.normal_(parameter, std=0.3)
-    for module in model.modules():  # Ranks that are threads share torch's generator.
+    return without_dropout(model)
+
+
+def without_dropout(model: Any) -> Any:
+    """Ranks that are threads share torch's generator."""
+    for module in model.modules():
         for attribute, value in vars(module).items():
             if "drop" in attribute and isinstance(value, float):
                 setattr(module, attribute, 0.0)

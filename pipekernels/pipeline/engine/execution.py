@@ -81,8 +81,7 @@ class Auto:
             return FIRST
         if self._fastest is not None:
             return self._fastest
-        least = min(self._seconds, key=lambda name: len(self._seconds[name]))
-        return least
+        return min(self._seconds, key=lambda name: len(self._seconds[name]))
 
     def record(self, execution: str, seconds: float) -> None:
         """Note how long a mini-batch took that ran by ``execution``."""
@@ -130,9 +129,7 @@ class Plan:
         generators, observed = stages.generators, stages.observed
         self.make_seeds = partial(random_state.Seeds, generators)
         if execution == FIRST:
-            self.make_seeds = partial(
-                random_state.audited_seeds, stages.generators, stages.observed
-            )
+            self.make_seeds = partial(random_state.audited_seeds, generators, observed)
         elif self._on_lanes:
             self.make_seeds = partial(random_state.lane_seeds, generators, observed)
         elif self.program.splits:

@@ -58,7 +58,7 @@ class Override:
         module = self._module()
         if module is None:
             raise ReferenceError(
-                "the module whose forward this is no longer exists; keep a reference to it"
+                "the module of this forward has been freed; keep a reference to it"
             )
         return module
 

@@ -41,8 +41,8 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
         world_size: number of ranks.
 
     Raises:
-        ValueError: there is no plan for the model, or it has kinds that are not supported, or
-            there are fewer attention heads than ranks.
+        ValueError: the model has no plan, or one of kinds that are not supported, or fewer
+            attention heads than there are ranks.
     """
     plans = (provider.plan_of(model) for provider in PROVIDERS)
     provided = next((plan for plan in plans if plan is not None), None)

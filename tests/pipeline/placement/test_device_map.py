@@ -324,7 +324,7 @@ def test_a_dropped_model_is_freed_at_once() -> None:
         alive, forward = weakref.ref(model), model.forward
         del model
         assert alive() is None
-        with pytest.raises(ReferenceError, match="whose forward this is no longer exists"):
+        with pytest.raises(ReferenceError, match="the module of this forward has been freed"):
             forward(torch.ones(4, 4))
     finally:
         gc.enable()
