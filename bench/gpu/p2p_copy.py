@@ -9,7 +9,7 @@ at all. ``.to`` is torch's own, on one stream.
 * To the host: the same copy, begun when a micro-batch has been computed and waited for after the
   next one has been issued, as pipelines do.
 * ``Pipe``: a first stage on the CPU that does nothing, a second one on the GPU.
-* Device map: a CPU model with a module on the GPU, ``parallelize_pipeline(..., chunks=...)``.
+* Device map: a CPU model with a module on the GPU, by ``parallelize_pipeline``, called in a loop.
 * Hand-over: the calling thread's time to issue the copies of small tensors, by an edge and by
   torch's streams and ``copy_``: between two GPUs, or to the only one from pinned memory.
 """
@@ -134,16 +134,19 @@ def of_model(way: str, one: Tensor, device: torch.device) -> tuple[Ways, Callabl
     alone = copy.copy(body)
     model: nn.Module = nn.Sequential(nn.Identity(), body)
     undo: Callable[[], object] = dict
+    both: Callable[[], Any]
     if way == "Pipe":
         devices = ["cpu", device]
-        model = Pipe(model, [1, 1], devices=devices, chunks=CHUNKS, checkpoint="never")
+        pipe = Pipe(model, [1, 1], devices=devices, chunks=CHUNKS, checkpoint="never")
+        both = functools.partial(pipe, x)
     else:
-        parallelize_pipeline(model, {"": ("cpu", device), "1": device}, chunks=CHUNKS)
+        parallelize_pipeline(model, {"": ("cpu", device), "1": device})
+        both = lambda: torch.cat([model(part) for part in x.chunk(CHUNKS)])
         undo = functools.partial(unparallelize_pipeline, model)
     return {
         "copies": each(lambda part: ops.p2p_copy(part, device), x.chunk(CHUNKS)),
         "compute": each(alone, micro_batches),
-        "both": functools.partial(model, x),
+        "both": both,
     }, undo
 
 

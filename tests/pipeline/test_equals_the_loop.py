@@ -16,7 +16,7 @@ from support.spmd_cases import LIMIT, line, run
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from pipekernels import Communicator, Pipe, move_to_device, parallelize_pipeline
+from pipekernels import Communicator, Pipe, move_to_device
 from pipekernels.pipeline.engine.lanes import intra_op_threads
 from pipekernels.pipeline.stage.context import MODES
 
@@ -90,28 +90,6 @@ def test_equals_the_model(name: str, way: str, device: torch.device) -> None:
         torch.testing.assert_close(
             found[:3], [outputs, flags, grads], rtol=0, atol=1e-10, check_device=False
         )
-
-
-# Draws in the caller's order; has several arguments, which a Sequential does not take; is refused
-# by torch (test_chunked.py).
-NOT_MAPPED = "dropout", "nested", "in place"
-
-
-@pytest.mark.parametrize("way", ["forward", "two backwards", "no_grad", "inference_mode"])
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_MAPPED])
-def test_a_device_map_has_the_bits_of_the_loop(name: str, way: str) -> None:
-    """Its graph is the loop's, so that sums have the order of the loop, too."""
-    model = MODELS[name]
-    args = model.inputs(torch.float32)
-    loop, plain = loop_of(model, torch.float32)
-    module = model.build(torch.float32)
-    dim = model.options.get("batch_dim", 0)
-    mapped = parallelize_pipeline(module, {"": "cpu"}, chunks=CHUNKS, batch_dim=dim)
-    with autocast(model), torch.autocast("cpu", enabled=model.autocast, cache_enabled=False):
-        expected = [results(loop, way, args, plain, 1) for _ in range(2)]
-        found = [results(mapped, way, args, module, 1) for _ in range(2)]
-    for ours, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours[:4], wanted[:4], rtol=0, atol=0)
 
 
 def on_rank(comm: Communicator) -> None:

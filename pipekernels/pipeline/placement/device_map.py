@@ -10,21 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipekernels._arguments import check_kind, integer
+from pipekernels._arguments import check_kind
 from pipekernels.device.streams import has_streams, usable, with_index
 from pipekernels.local_ops.p2p_copy import p2p_copy
-from pipekernels.pipeline.placement.chunked import forward_in_chunks, unwrap_no_chunk
-from pipekernels.pipeline.placement.override import Override
-from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
-from pipekernels.pipeline.stage.partition import deny_sharing, warn_of_sequence_first
+from pipekernels.pipeline.stage.partition import deny_sharing
 from pipekernels.pipeline.values.nested import map_leaves
-from pipekernels.pipeline.values.structure import NoChunk, parameters_of
+from pipekernels.pipeline.values.structure import NoChunk
 
 DeviceLike = torch.device | str | int
 Placement = DeviceLike | tuple[DeviceLike, DeviceLike] | list[DeviceLike]
 """A device, or a pair: that on which a module computes, and that to which its results go."""
 
-_UNDO = "_parallelized"  # Attribute of a parallelized module: its hooks and overrides, to remove.
+_UNDO = "_parallelized"  # Attribute of a parallelized module: its hooks, to remove.
 
 
 def get_device(device: DeviceLike) -> torch.device:
@@ -85,30 +82,20 @@ def unparallelize_module(module: nn.Module, common_device: DeviceLike | None = N
     return unparallelize_pipeline(module, common_device)
 
 
-def parallelize_pipeline(
-    model: nn.Module,
-    module_to_device: Mapping[str, Placement],
-    *,
-    chunks: int = 1,
-    batch_dim: int = 0,
-) -> nn.Module:
+def parallelize_pipeline(model: nn.Module, module_to_device: Mapping[str, Placement]) -> nn.Module:
     """Place the modules of ``model`` on devices, in place, and move their arguments there.
-    :doc:`/guides/device_maps` says what a name covers, and, with ``chunks``, what is cut, what a
-    model may return, and where nothing overlaps. Gradients are the unwrapped model's.
+    :doc:`/guides/device_maps` says what a name covers, and how devices work at the same time.
+    Gradients are the unwrapped model's.
 
     Args:
         model: any module; returned.
         module_to_device: names as in ``model.named_modules()``; a value is a device, or a pair
             (processing device, output device). Not changed.
-        chunks: the most micro-batches per call: ``min(chunks, batch)``, of sizes that differ by at
-            most one.
-        batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
-            A warning is given if it is 0 and a layer that is not ``batch_first`` wants 1.
 
     Raises:
         ValueError: a name that the model does not have, or two names of one module with different
             places; a tuple or list that is not a pair; a parameter or buffer shared by modules on
-            different devices; ``chunks`` is not an integer of at least 1.
+            different devices.
         TypeError: ``model`` is not an ``nn.Module``, a module to be placed a ``ScriptModule``, or a
             value neither a device nor a pair of them.
         RuntimeError: ``model`` or a module in it is parallelized already, or torch knows no device
@@ -118,9 +105,6 @@ def parallelize_pipeline(
     """
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("module_to_device", module_to_device, Mapping, "a mapping of names to devices")
-    chunks = integer("chunks", chunks)
-    batch_dim = integer("batch_dim", batch_dim, least=0)
-    warn_of_sequence_first(model.modules(), chunks, batch_dim)
     modules = dict(model.named_modules(remove_duplicate=False))
     mapped = {name: _devices(name, value) for name, value in module_to_device.items()}
     computing, called = _placed(modules, mapped)
@@ -137,37 +121,26 @@ def parallelize_pipeline(
             module.register_forward_pre_hook(devices.receive, prepend=True, with_kwargs=True),
             module.register_forward_hook(devices.send),
         ]
-    undo = vars(model).setdefault(_UNDO, [])
-    if chunks > 1 or has_deferred_batch_norm(model):  # forward_in_chunks commits its statistics.
-        order = tuple(parameters_of(model))
-        in_chunks = partial(forward_in_chunks, chunks=chunks, dim=batch_dim, order=order)
-        undo.append(Override(model, in_chunks))
-    else:
-        undo.append(model.register_forward_pre_hook(unwrap_no_chunk, with_kwargs=True))
+    vars(model).setdefault(_UNDO, [])
     return model
 
 
 def unparallelize_pipeline(model: nn.Module, common_device: DeviceLike | None = None) -> nn.Module:
-    """Undo :func:`parallelize_pipeline`, in place: restore every module's forward. A model
-    that is not parallelized is only moved.
+    """Undo :func:`parallelize_pipeline`, in place. A model that is not parallelized is only
+    moved.
 
     Args:
         model: returned.
         common_device: where to move the model. Default: its modules are not moved.
 
     Raises:
-        RuntimeError: a forward that was replaced here has been replaced again since, or
-            ``common_device`` cannot be used. Nothing has been changed then.
+        RuntimeError: ``common_device`` cannot be used. Nothing has been changed then.
     """
     check_kind("model", model, nn.Module, "an nn.Module")
     device = None if common_device is None else usable(common_device)
     for module in model.modules():
-        for part in vars(module).get(_UNDO, []):
-            if isinstance(part, Override):
-                part.check()
-    for module in model.modules():
-        for part in reversed(vars(module).pop(_UNDO, [])):
-            part.remove()
+        for hook in vars(module).pop(_UNDO, []):
+            hook.remove()
     return model if device is None else model.to(device)
 
 

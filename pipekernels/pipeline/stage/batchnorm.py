@@ -19,11 +19,11 @@ from pipekernels.pipeline.stage.context import is_recomputing
 class DeferredBatchNorm(BatchNormBase):
     """Normalises each micro-batch by its own statistics; updates running ones once per mini-batch.
 
-    Statistics of micro-batches are merged one by one (Chan, Golub and LeVeque, 1983). ``Pipe``,
-    ``parallelize_pipeline`` and ``execute_pipeline`` call :meth:`commit` after every mini-batch's
-    forward, however many micro-batches it had; elsewhere the layer calls it itself after ``chunks``
-    inputs. The running statistics are updated by the mean and unbiased variance that
-    ``nn.BatchNorm`` computes of the mini-batch.
+    Statistics of micro-batches are merged one by one (Chan, Golub and LeVeque, 1983). ``Pipe`` and
+    ``execute_pipeline`` call :meth:`commit` after every mini-batch's forward, however many
+    micro-batches it had; elsewhere the layer calls it itself after ``chunks`` inputs. The running
+    statistics are updated by the mean and unbiased variance that ``nn.BatchNorm`` computes of the
+    mini-batch.
 
     Inputs: ``[N, C, ...]``, floating point.
 

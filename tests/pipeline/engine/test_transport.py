@@ -347,10 +347,11 @@ def test_device_maps(chunks: int) -> None:
     mapped = copy.deepcopy(plain)
     x = torch.randn(7, WIDTH, dtype=torch.float64)
     with machine() as made:
-        parallelize_pipeline(mapped, {"": GPU, "there": (OTHER, GPU)}, chunks=chunks)
+        parallelize_pipeline(mapped, {"": GPU, "there": (OTHER, GPU)})
         made.placing = False
         a = x.clone().requires_grad_()
-        torch.autograd.backward(mapped(a).square().sum())
+        y = torch.cat([mapped(part) for part in a.chunk(chunks)])
+        torch.autograd.backward(y.square().sum())
         made.poll()
     b = x.clone().requires_grad_()
     plain(b).square().sum().backward()
