@@ -4,7 +4,7 @@
 
 A schedule is data: for each lane the actions that it runs in order. Prints GPipe's, 1F1B's and the
 new one's as ideal lanes would run them, says how long the lanes here were idle, and compares the
-gradients with those of the plain model. --folder gets pictures of what ran.
+gradients with those of the plain model. --folder gets traces of what ran, for Perfetto.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def train(pipe: Pipe, x: torch.Tensor, target: torch.Tensor, schedule: str) -> T
 def main() -> None:
     """Draw, run and compare the schedules."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, help="for pictures; needs matplotlib")
+    parser.add_argument("--folder", type=Path, help="for traces")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def main() -> None:
         grads = [parameter.grad for parameter in pipe.parameters()]
         torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10)
         if args.folder is not None:
-            timeline.save_png(args.folder / f"{name}.png")
+            timeline.save_trace(args.folder / f"{name}.json")
     print("all gradients are those of the plain model")
 
 

@@ -107,7 +107,7 @@ def test_schedule_timeline(tmp_path: Path) -> None:
     printed = run("schedule_timeline.py", "--folder", str(tmp_path))
     assert "all gradients are those of the plain model" in printed
     for name in ("gpipe", "1f1b", "eager"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 0
+        assert (tmp_path / f"{name}.json").stat().st_size > 0
     # The last lane of 1F1B alternates, and is idle at the ends.
     assert "   .  .  0 [0   ] 1 [1   ] 2 [2   ] 3 [3   ] 4 [4   ] 5 [5   ] .  .  .  .\n" in printed
     assert printed.count("idle: 25% of the time") == 3

@@ -1,4 +1,4 @@
-"""Records when actions ran; measures bubbles, draws them, and exports them for trace viewers."""
+"""Records when actions ran; measures bubbles, and exports them for trace viewers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ import torch
 
 from pipekernels.pipeline.schedule.program import Action, ActionKind, Program
 
-_KINDS: dict[ActionKind, tuple[str, str]] = {
-    "F": ("forward", "#4c78a8"),
-    "B": ("backward", "#f58518"),
-    "I": ("backward of inputs", "#f58518"),
-    "W": ("backward of parameters", "#54a24b"),
+_KINDS: dict[ActionKind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of inputs",
+    "W": "backward of parameters",
 }
-
 
 Mark = Callable[[], float]
 """Says when a position in the order of issue was reached, in seconds of ``time.perf_counter``."""
@@ -120,59 +119,25 @@ class Timeline:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the Trace Event Format that Perfetto and chrome://tracing read: a row per lane."""
+        lanes = max((len(phase.program.lanes) for phase in self.phases), default=0)
         rows: list[dict[str, Any]] = [
-            {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": name}}
-            for i, name in enumerate(self._lanes())
+            {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": f"lane {i}"}}
+            for i in range(lanes)
         ]
-        for lane, (kind, stage, micro_batch), start, seconds in self._spans():
+        events = [(phase.program, event) for phase in self.phases for event in phase.events]
+        origin = min((event.start for _, event in events), default=0.0)
+        for program, (action, start, end) in events:
+            kind, stage, micro_batch = action
             rows.append(
                 {
                     "ph": "X",
                     "pid": 0,
-                    "tid": lane,
+                    "tid": program.lane_of[stage],
                     "name": f"{kind}{micro_batch}",
-                    "cat": _KINDS[kind][0],
-                    "ts": start * 1e6,
-                    "dur": seconds * 1e6,
+                    "cat": _KINDS[kind],
+                    "ts": (start - origin) * 1e6,
+                    "dur": (end - start) * 1e6,
                     "args": {"stage": stage, "micro_batch": micro_batch},
                 }
             )
         Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
-
-    def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draw lanes x time: forwards, backwards (with their recomputation), and in grey no action.
-        ImportError without matplotlib."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        lanes = self._lanes()
-        figure = Figure(figsize=(14, 1.4 + 0.7 * len(lanes)), layout="constrained")
-        axes = figure.add_subplot(
-            title=f"bubble {self.bubble:.1%}",
-            xlabel="time (ms); numbers are micro-batches",
-            facecolor="#e8e8e8",
-        )
-        bars = {}
-        for lane, (kind, _, micro_batch), start, seconds in self._spans():
-            left, width, (name, colour) = start * 1e3, seconds * 1e3, _KINDS[kind]
-            bars[name] = axes.barh(lane, width, 0.8, left, color=colour, edgecolor="white")
-            axes.text(left + width / 2, lane, str(micro_batch), ha="center", va="center")
-        axes.margins(x=0)
-        axes.set_yticks(range(len(lanes)), lanes)
-        axes.invert_yaxis()
-        axes.legend(bars.values(), bars, loc="upper left", bbox_to_anchor=(1, 1))
-        FigureCanvasAgg(figure).print_figure(os.fspath(path), dpi=130)
-
-    def _spans(self) -> list[tuple[int, Action, float, float]]:
-        """Lane, action, start after the first one and duration of each event, in seconds."""
-        events = [(phase.program, event) for phase in self.phases for event in phase.events]
-        origin = min((event.start for _, event in events), default=0.0)
-        return [
-            (program.lane_of[action.stage], action, start - origin, end - start)
-            for program, (action, start, end) in events
-        ]
-
-    def _lanes(self) -> list[str]:
-        """Their names."""
-        most = max((len(phase.program.lanes) for phase in self.phases), default=0)
-        return [f"lane {i}" for i in range(most)]

@@ -57,16 +57,6 @@ def test_a_pipe_records_both_ways(checkpoint: str, tmp_path: Path, device: torch
     }
 
 
-@pytest.mark.processes  # matplotlib asks a program for the fonts, the first time on a machine.
-def test_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    pipe = pipe_of(nn.Linear(4, 4))
-    with pipe.timeline() as timeline:
-        pipe(torch.ones(4, 4))
-    timeline.save_png(tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_timeline_shows_the_time_of_the_device(device: torch.device) -> None:
     """An event lasts as long as the device works, not only as long as the launch takes."""
 
