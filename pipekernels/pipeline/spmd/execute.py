@@ -15,7 +15,7 @@ memory the backward frees micro-batch by micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,6 @@ def execute_pipeline(
     num_microbatches: int,
     model_axis_name: str,
     mesh: DeviceMesh | None = None,
-    replicated_axis_names: Collection[str] = (),
     **kwargs: Any,
 ) -> Tensor:
     """Run a batch through stages on the ranks of a mesh dimension; all of these ranks must call it,
@@ -56,8 +55,6 @@ def execute_pipeline(
         num_microbatches: how many micro-batches ``x`` is split into, along dimension 0.
         model_axis_name: the mesh dimension whose ranks hold the stages.
         mesh: a mesh with this dimension. Default: the enclosing one (``with mesh:``).
-        replicated_axis_names: mesh dimensions whose ranks work on the same activations, as in
-            tensor parallelism; with one seed, they draw the same random numbers.
         args, kwargs: more arguments of the module, passed whole with every micro-batch.
 
     Returns:
@@ -74,7 +71,7 @@ def execute_pipeline(
     """
     check_kind("module", module, nn.Module, "an nn.Module")
     count = integer("num_microbatches", num_microbatches)
-    axis = axis_of(mesh, model_axis_name, replicated_axis_names)
+    axis = axis_of(mesh, model_axis_name)
     parts = _parts(x, count) if axis.stage == 0 or x is not None else ()
     generators = generators_of([axis.device])
     seeds = Seeds(generators)
@@ -87,7 +84,7 @@ def execute_pipeline(
         for m in range(count):
             if previous is None:
                 part = parts[m].clone()  # Layers may work in place.
-            with seeds.seeded(m, axis.random_key):
+            with seeds.seeded(m, axis.stage):
                 result = module(part, *args, **kwargs)
             check_kind("what the module returns", result, Tensor, "a tensor")
             if axis.is_last:
@@ -166,8 +163,8 @@ class PipelineModule(nn.Module):
     Args:
         module_fn: makes the module that this rank runs, the attribute ``module``; a TypeError if it
             is none.
-        model_axis_name, num_microbatches, mesh, replicated_axis_names: as for
-            :func:`execute_pipeline`, with the same errors.
+        model_axis_name, num_microbatches, mesh: as for :func:`execute_pipeline`, with the same
+            errors.
     """
 
     def __init__(
@@ -177,19 +174,17 @@ class PipelineModule(nn.Module):
         module_fn: Callable[[], nn.Module],
         *,
         mesh: DeviceMesh | None = None,
-        replicated_axis_names: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.model_axis_name = model_axis_name
         self.num_microbatches = integer("num_microbatches", num_microbatches)
         self.module_fn = module_fn
-        axis = axis_of(mesh, model_axis_name, replicated_axis_names)
+        axis = axis_of(mesh, model_axis_name)
         self._execute = partial(
             execute_pipeline,
             num_microbatches=self.num_microbatches,
             model_axis_name=model_axis_name,
             mesh=enclosing_mesh() if mesh is None else mesh,
-            replicated_axis_names=tuple(replicated_axis_names),
         )
         generators = generators_of([axis.device])
         with preserved(generators), Seeds(generators).seeded(0, axis.stage):

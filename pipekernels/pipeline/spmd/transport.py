@@ -3,7 +3,6 @@ from its neighbours there."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,14 +30,12 @@ class Axis(NamedTuple):
     stage: int
     """This rank's."""
     is_last: bool
-    random_key: int
-    """Equal on ranks that work on the same activations, and distinct otherwise."""
     device: torch.device
 
 
-def axis_of(mesh: DeviceMesh | None, name: str, replicated: Collection[str] = ()) -> Axis:
-    """The dimension ``name`` of ``mesh``, by default of the enclosing mesh. The ranks along the
-    dimensions ``replicated`` work on the same activations. Errors as of ``execute_pipeline``."""
+def axis_of(mesh: DeviceMesh | None, name: str) -> Axis:
+    """The dimension ``name`` of ``mesh``, by default of the enclosing mesh. Errors as of
+    ``execute_pipeline``."""
     from torch.distributed.device_mesh import DeviceMesh  # Slow to import.
 
     if mesh is None:
@@ -50,27 +47,24 @@ def axis_of(mesh: DeviceMesh | None, name: str, replicated: Collection[str] = ()
             ) from None
     check_kind("mesh", mesh, DeviceMesh, "a DeviceMesh")
     names = mesh.mesh_dim_names or ()
-    if name not in names or not {*replicated} <= {*names} - {name}:
+    if name not in names:
         raise ValueError(
-            f"model_axis_name is {name!r} and replicated_axis_names is {list(replicated)}; they "
-            f"must be different dimensions of the mesh, which has {list(names)} (mesh_dim_names of "
-            "init_device_mesh)"
+            f"model_axis_name is {name!r}; it must be a dimension of the mesh, which has "
+            f"{list(names)} (mesh_dim_names of init_device_mesh)"
         )
     place = mesh.get_coordinate()
     if place is None:
         raise ValueError(
             f"rank {dist.get_rank()} is not in the mesh {mesh}; call this on its ranks only"
         )
-    dims = list(zip(names, place, strict=True))
-    along = tuple(slice(None) if each == name else i for each, i in dims)
-    first_replica = tuple(0 if each in replicated else i for each, i in dims)
-    ranks, stage = mesh.mesh[along].tolist(), dict(dims)[name]
+    along = zip(names, place, strict=True)
+    ranks = mesh.mesh[tuple(slice(None) if dim == name else i for dim, i in along)].tolist()
+    stage = mesh.get_local_rank(name)
     return Axis(
         group=mesh.get_group(name),
         ranks=ranks,
         stage=stage,
         is_last=stage == len(ranks) - 1,
-        random_key=int(mesh.mesh[first_replica]),
         device=with_index(mesh.device_type),
     )
 

@@ -81,7 +81,7 @@ def tensor_parallel(comm: Communicator) -> None:
             nn.Tanh(),
             RowParallelLinear.from_linear(second, ranks),
         )
-        output = run(module, x, mesh, 3, replicated_axis_names=["tensor"])
+        output = run(module, x, mesh, 3)
         output.square().mean().backward()
         expected = reference(x)
         expected.square().mean().backward()
@@ -120,10 +120,10 @@ def random_numbers(comm: Communicator) -> None:
     mesh = square("other")
     group = mesh.get_group("other")
 
-    def masks(seed: int, seconds: float = 0.0, m: int = 3, **kwargs: Any) -> Tensor:
+    def masks(seed: int, seconds: float = 0.0, m: int = 3) -> Tensor:
         torch.manual_seed(seed)
         module = Masks(seconds)
-        run(module, torch.ones(m, 2), mesh, m, **kwargs)
+        run(module, torch.ones(m, 2), mesh, m)
         return torch.stack(module.masks)
 
     def of_all(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -132,13 +132,16 @@ def random_numbers(comm: Communicator) -> None:
         return torch.cat(all_masks)
 
     mine = masks(1)
-    assert len(of_all(mine).unique(dim=0)) == 4 * 3
+    assert len(of_all(mine).unique(dim=0)) == 2 * 3
     assert torch.equal(masks(1, seconds=0.01 * comm.rank), mine)
     assert not torch.equal(masks(2), mine)
     # A micro-batch's numbers do not depend on how many there are.
     assert torch.equal(masks(1, m=2), mine[:2])
-    first, second = of_all(masks(1, replicated_axis_names=("other",)), group).chunk(2)
+    # Ranks of one stage draw the same numbers if they have one seed.
+    first, second = of_all(mine, group).chunk(2)
     assert torch.equal(first, second)
+    assert len(of_all(masks(mesh.get_local_rank("other"))).unique(dim=0)) == 4 * 3
+    torch.manual_seed(1)
     # The caller's next random numbers do not depend on those of the stages.
     assert_equal_on_all_ranks(torch.rand(1))
 
