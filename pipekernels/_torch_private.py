@@ -32,7 +32,14 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import SUPPORTED_NODES, _get_node_type, tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    TreeSpec,
+    _get_node_type,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+)
 from torch.utils._pytree import NodeDef as PytreeNode
 
 if TYPE_CHECKING:
@@ -50,6 +57,8 @@ __all__ = [
     "DeviceContext",
     "PytreeNode",
     "TorchDispatchMode",
+    "TreeSpec",
+    "tree_flatten",
     "tree_leaves",
     "tree_map_only",
 ]

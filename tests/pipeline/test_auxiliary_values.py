@@ -9,6 +9,7 @@ from support.function_layer import FunctionLayer
 from support.pipes import Pipe, pipe_of
 from torch import nn
 from torch.nn import functional
+from torch.utils import _pytree
 
 from pipekernels import NoChunk
 
@@ -150,23 +151,26 @@ def test_a_step_of_a_layer_with_one_argument() -> None:
 @dataclasses.dataclass(frozen=True)
 class State:
     hidden: torch.Tensor
-    steps: int = dataclasses.field(default=0, kw_only=True)
-    inner: Any = None
+    inner: Any
+    steps: int = 0
 
-    def __post_init__(self) -> None:
-        if self.inner is None:
-            raise ValueError("made by a constructor of another kind")
+
+_pytree.register_pytree_node(
+    State,
+    lambda state: ([state.hidden, state.inner, state.steps], None),
+    lambda entries, _: State(*entries),
+)
 
 
 class Step(nn.Linear):
     def forward(self, value: Any) -> State:
         if isinstance(value, torch.Tensor):
-            value = State(value, inner=[{"x": value * 2}])
+            value = State(value, [{"x": value * 2}])
         hidden = super().forward(value.hidden)
-        return State(hidden, steps=value.steps + 1, inner=[{"x": value.inner[0]["x"] + hidden}])
+        return State(hidden, [{"x": value.inner[0]["x"] + hidden}], value.steps + 1)
 
 
-def test_dataclasses_pass_between_stages(execution: str) -> None:
+def test_registered_classes_pass_between_stages(execution: str) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(Step(4, 4), Step(4, 4), Step(4, 4)).double()
     pipe = pipe_of(*module, chunks=CHUNKS)

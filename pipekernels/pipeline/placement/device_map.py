@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from pipekernels._arguments import check_kind
+from pipekernels._torch_private import pytree_node
 from pipekernels.device.streams import has_streams, usable, with_index
 from pipekernels.local_ops.p2p_copy import p2p_copy
 from pipekernels.pipeline.stage.partition import deny_sharing
-from pipekernels.pipeline.values.nested import map_leaves
 from pipekernels.pipeline.values.structure import NoChunk
 
 DeviceLike = torch.device | str | int
@@ -37,26 +37,43 @@ def get_device(device: DeviceLike) -> torch.device:
 def move_to_device(data: Any, device: DeviceLike) -> Any:
     """``data`` with every tensor in it on ``device``, differentiably.
 
-    Tuples, lists, dicts of any class, dataclasses and containers that torch's pytree knows are
-    rebuilt with the copies. Other objects with a ``to`` method (``PackedSequence``, Hugging Face's
-    ``BatchEncoding``) are moved by it. All other objects, and modules, are returned unchanged.
-    Copies to and from CUDA devices are those of :func:`pipekernels.ops.p2p_copy`.
+    Tuples, lists, dicts and other containers that torch's pytree knows are rebuilt with the copies.
+    Other objects with a ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are
+    moved by it. All other objects, and modules, are returned unchanged: register classes of your
+    own, such as dataclasses, by ``torch.utils._pytree.register_pytree_node``. Copies to and from
+    CUDA devices are those of :func:`pipekernels.ops.p2p_copy`.
 
     Raises:
         TypeError: ``device`` is not one; see :func:`get_device`.
         RuntimeError: torch knows no device of that name, or cannot use it.
     """
-    return map_leaves(partial(_moved, usable(device)), data)
+    return _moved(data, usable(device))[0]
 
 
-def _moved(device: torch.device, leaf: Any) -> Any:
+def _moved(value: Any, device: torch.device) -> tuple[Any, bool]:
+    """``value`` on ``device``, and whether that is another object, as torch.compile does not trace
+    "is" between containers. One without moved leaves is returned itself, not a copy: a module may
+    append to a list that it is given."""
+    is_leaf = isinstance(value, (torch.Tensor, PackedSequence))
+    node = None if is_leaf else pytree_node(value)
+    if node is None:
+        leaf = _moved_leaf(value, device)
+        return leaf, leaf is not value
+    entries, context = node.flatten_fn(value)
+    moved = [_moved(entry, device) for entry in entries]
+    if not any(changed for _, changed in moved):
+        return value, False
+    return node.unflatten_fn([new for new, _ in moved], context), True
+
+
+def _moved_leaf(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
         on_edge = has_streams(device) or has_streams(leaf.device)
         if on_edge and leaf.device != device and leaf.layout is torch.strided:
             return p2p_copy(leaf, device)
         return leaf.to(device)
     if isinstance(leaf, NoChunk):
-        tensor = _moved(device, leaf.tensor)
+        tensor = _moved_leaf(leaf.tensor, device)
         return leaf if tensor is leaf.tensor else NoChunk(tensor)
     if hasattr(leaf, "to") and not isinstance(leaf, nn.Module):
         return leaf.to(device)
@@ -151,10 +168,10 @@ class _Devices(NamedTuple):
     output: torch.device
 
     def receive(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return map_leaves(partial(_moved, self.processing), (args, kwargs))
+        return _moved((args, kwargs), self.processing)[0]
 
     def send(self, module: nn.Module, args: Any, result: Any) -> Any:
-        return map_leaves(partial(_moved, self.output), result)
+        return _moved(result, self.output)[0]
 
 
 def _devices(name: str, value: Placement) -> _Devices:

@@ -1,19 +1,22 @@
-"""Separates values passed between layers into their tensors and the structure around these."""
+"""Separates values passed between layers into their tensors and the structure around these.
+
+Containers are those of torch's pytree: tuples, named tuples, lists, dicts, and classes that are
+registered there, such as the model outputs of Hugging Face. All other objects are leaves.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from pipekernels._torch_private import PytreeNode, tree_leaves
+from pipekernels._torch_private import TreeSpec, tree_flatten, tree_leaves
 from pipekernels.local_ops.p2p_copy import p2p_copy
-from pipekernels.pipeline.values.nested import Container, flattened, leaves
 
 
 class NoChunk:
@@ -120,7 +123,7 @@ class Structure:
         leaves: its leaves, in order: ``_TENSOR`` for a tensor, and the tensor of a ``NoChunk``.
     """
 
-    def __init__(self, layout: Container | None, leaves: Sequence[Any]) -> None:
+    def __init__(self, layout: TreeSpec | None, leaves: Sequence[Any]) -> None:
         self._layout = layout
         self._leaves = leaves
 
@@ -128,10 +131,10 @@ class Structure:
         """The value with ``tensors``."""
         if self._layout is None:
             return tensors[0]
-        rest = iter(tensors)
         if len(tensors) == len(self._leaves):  # All are tensors.
-            return self._layout.built(rest)
-        return self._layout.built(next(rest) if x is _TENSOR else x for x in self._leaves)
+            return self._layout.unflatten(tensors)
+        rest = iter(tensors)
+        return self._layout.unflatten([next(rest) if x is _TENSOR else x for x in self._leaves])
 
     def on(self, device: torch.device) -> Structure:
         """This structure with its unsplit (:class:`NoChunk`) tensors on ``device``."""
@@ -189,19 +192,20 @@ def flatten(
 ) -> tuple[tuple[torch.Tensor, ...], Structure]:
     """The tensors in ``value``, named ``what`` in errors, and its structure.
 
-    Containers are tuples, named tuples, lists, dicts, dataclasses and classes registered with
-    torch's pytree; with ``chunks``, the micro-batches that ``value`` is to be cut into, not those
-    that :func:`register_split` knows.
+    With ``chunks``, the micro-batches that ``value`` is to be cut into, what
+    :func:`register_split` knows is a leaf.
 
     Raises:
-        TypeError: ``value`` has no tensor, one in a dict that pytree does not know, which would be
-            neither split nor differentiated, or a PackedSequence to be cut, whose fields are not
-            rows.
+        TypeError: ``value`` has no tensor, one in a dict or dataclass that pytree does not know,
+            which would be neither split nor differentiated, or a PackedSequence to be cut, whose
+            fields are not rows.
     """
     if isinstance(value, torch.Tensor):
         return (value,), SINGLE_TENSOR
-    found: list[Any] = []
-    layout = flattened(value, found, partial(_is_leaf, what, chunks))
+    whole = set(_splits) if chunks is not None else set()
+    if chunks is not None and chunks > 1:
+        whole.add(PackedSequence)
+    found, layout = tree_flatten(value, (lambda each: type(each) in whole) if whole else None)
     tensors = []
     for i, leaf in enumerate(found):
         if isinstance(leaf, torch.Tensor):
@@ -209,6 +213,8 @@ def flatten(
             found[i] = _TENSOR
         elif isinstance(leaf, NoChunk):
             found[i] = leaf.tensor
+        elif type(leaf) not in _splits:
+            _check_leaf(leaf, what)
     if not tensors:
         kind = "arguments without one" if isinstance(value, Arguments) else type(value).__name__
         raise TypeError(
@@ -218,26 +224,30 @@ def flatten(
     return tuple(tensors), Structure(layout, found)
 
 
-def _is_leaf(what: str, chunks: int | None, value: Any, container: Container) -> bool:
-    if chunks is not None and type(value) in _splits:
-        return True
-    if isinstance(value, PackedSequence) and (chunks or 0) > 1:
+def _check_leaf(leaf: Any, what: str) -> None:
+    if isinstance(leaf, PackedSequence):
         raise TypeError(
             f"{what} has a PackedSequence, whose rows cannot be cut into micro-batches; give the "
             "padded tensor and the lengths, and pack them in the first layer, register a function "
             "that cuts it (register_split), or use chunks=1"
         )
-    if isinstance(container.kind, PytreeNode):
-        return False
-    if not any(isinstance(leaf, (torch.Tensor, PackedSequence)) for leaf in leaves(value)):
-        return True  # Options, which stay one object.
-    if isinstance(value, dict):
+    if _holds_tensors(leaf):
         raise TypeError(
-            f"{what} has tensors in a {type(value).__name__}, which torch's pytree does not know; "
+            f"{what} has tensors in a {type(leaf).__name__}, which torch's pytree does not know; "
             "pass a plain dict, or register the class there "
             "(torch.utils._pytree.register_pytree_node)"
         )
-    return False
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    """Whether a dict or a dataclass has tensors; those of options have none."""
+    if isinstance(leaf, dict):
+        entries = list(leaf.values())
+    elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        entries = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+    else:
+        return False
+    return any(isinstance(x, torch.Tensor) or _holds_tensors(x) for x in tree_leaves(entries))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import OrderedDict, namedtuple
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree
 
 from pipekernels import NoChunk, get_device, move_to_device
 
@@ -35,10 +37,16 @@ def test_arguments_that_are_not_devices(bad: object) -> None:
         get_device("tpu9")
 
 
-@dataclass(frozen=True)
-class Output:
-    logits: torch.Tensor
-    name: str
+Point = namedtuple("Point", "x y")
+
+
+class Output(OrderedDict):
+    """A class registered with pytree, as Hugging Face's model outputs are."""
+
+
+_pytree.register_pytree_node(
+    Output, lambda o: (list(o.values()), list(o)), lambda v, k: Output(zip(k, v, strict=True))
+)
 
 
 class Batch:
@@ -54,18 +62,21 @@ class Batch:
 def test_move_to_device_reaches_every_tensor() -> None:
     x = torch.ones(2)
     packed = pack_sequence([torch.ones(2, 1), torch.ones(1, 1)])
-    data = (x, [x, None], {"k": (x, "text", 3)}, Output(x, "name"), packed, Batch(CPU))
+    output = Output(logits=x, name="name")
+    data = (x, [x, None], {"k": (x, "text", 3)}, output, packed, Batch(CPU), Point(x, [x]))
     result = move_to_device(data, "meta")
-    moved = [result[0], result[1][0], result[2]["k"][0], result[3].logits, result[4].data]
+    moved = [result[0], result[1][0], result[2]["k"][0], result[3]["logits"], result[4].data]
+    moved += [result[6].x, result[6].y[0]]
     assert {t.device for t in moved} == {META}
     assert result[5].device == META
     assert result[4].batch_sizes.device == CPU
-    assert (result[1][1], result[2]["k"][1:], result[3].name) == (None, ("text", 3), "name")
-    assert type(result[3]) is Output and x.device == CPU
+    assert (result[1][1], result[2]["k"][1:], result[3]["name"]) == (None, ("text", 3), "name")
+    assert [type(entry) for entry in result] == [type(entry) for entry in data]
+    assert x.device == CPU
 
 
 def test_move_to_device_copies_only_what_must_move() -> None:
-    data = (torch.ones(2), [1], {"k": Output(torch.ones(1), "name")})
+    data: Any = (torch.ones(2), [1], {"k": Output(logits=torch.ones(1))})
     assert move_to_device(data, "cpu") is data
     log: list[int] = []
     module = nn.Linear(1, 1)

@@ -1,6 +1,7 @@
 """Values that may enter a pipe, travel between its layers, and leave it."""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,7 +56,12 @@ def test_bad_values() -> None:
 
 
 class Batch(dict):
-    """A dict, as Hugging Face's BatchEncoding."""
+    """A dict of a class of its own."""
+
+
+@dataclasses.dataclass
+class Options:
+    scale: Any
 
 
 def test_tensors_in_containers_that_pytree_does_not_know() -> None:
@@ -67,6 +73,10 @@ def test_tensors_in_containers_that_pytree_does_not_know() -> None:
         pipe(x, Batch(x=x))
     with pytest.raises(TypeError, match="the output of stage 1 has tensors in a Batch"):
         pipe(x)
+    scaled = pipe_of(FunctionLayer(lambda x, options: x * options.scale), nn.Identity())
+    assert torch.equal(scaled(x, Options(2.0)), x * 2)
+    with pytest.raises(TypeError, match="input has tensors in a Options"):
+        scaled(x, Options(Batch(x=[x])))
 
 
 def test_micro_batches_with_outputs_of_different_structure(place: torch.device) -> None:
