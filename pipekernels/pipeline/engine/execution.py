@@ -164,7 +164,6 @@ class Executions:
         self._execution = execution
         self._auto: dict[Signature, Auto] = {}
         self._plans: dict[tuple[Signature, str, bool, int], Plan] = {}
-        self._logged: set[tuple[Schedule, int, str, str]] = set()
 
     def choose(
         self, signature: Signature, *, fuses: bool
@@ -180,12 +179,14 @@ class Executions:
             execution, why = self._execution, f"execution={self._execution!r} asks for it"
             if execution == "split" and not signature.may_split:
                 execution, why = "threads", f"{why}, but no backward here can run in two parts"
-        if why is not None and _log.isEnabledFor(logging.INFO):
-            self._log_choice(signature, execution, why)
         key = signature, execution, fuses, torch.get_num_threads()
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = Plan(self._stages, signature, execution, fuses=fuses)
+            if why is not None:  # Auto logs the others.
+                stages, name = len(self._stages.tasks), signature.schedule.name
+                message = "a pipe of %d stages, %s, %d micro-batches: %s (%s)"
+                _log.info(message, stages, name, signature.micro_batches, execution, why)
         return plan, record
 
     def forget(self) -> None:
@@ -205,12 +206,3 @@ class Executions:
         if self._stages.observed.needs_one_thread():
             return "layers draw random numbers that lanes cannot seed apart"
         return None
-
-    def _log_choice(self, signature: Signature, execution: str, why: str) -> None:
-        """Log a choice when it is first made; :class:`Auto` logs those by time."""
-        choice = (signature.schedule, signature.micro_batches, execution, why)
-        if choice not in self._logged:
-            self._logged.add(choice)
-            name, micro_batches = signature.schedule.name, signature.micro_batches
-            message = "a pipe of %d stages, %s, %d micro-batches: %s (%s)"
-            _log.info(message, len(self._stages.tasks), name, micro_batches, execution, why)

@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipekernels.pipeline.schedule.program import Action, ActionKind, Program
-
-_KINDS: dict[ActionKind, str] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward of inputs",
-    "W": "backward of parameters",
-}
+from pipekernels.pipeline.schedule.program import Action, Program
 
 Mark = Callable[[], float]
 """Says when a position in the order of issue was reached, in seconds of ``time.perf_counter``."""
@@ -134,7 +127,6 @@ class Timeline:
                     "pid": 0,
                     "tid": program.lane_of[stage],
                     "name": f"{kind}{micro_batch}",
-                    "cat": _KINDS[kind],
                     "ts": (start - origin) * 1e6,
                     "dur": (end - start) * 1e6,
                     "args": {"stage": stage, "micro_batch": micro_batch},
