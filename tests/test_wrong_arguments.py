@@ -74,10 +74,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # By a TypeError.
         lambda: Pipe(nn.Transformer(8, 2, 1, 1, 8)),
         r"must be an nn.Sequential, not Transformer;.*tensor_parallelize\(model\)",
     ),
-    "keyword": (
-        lambda: on("cpu")(x=X),
-        r"first layer, a Linear, has no argument 'x'; it has input .*pipe\(input\)",
-    ),
     "maker": (Communicator, r"is made by Communicator.from_process_group\(\)"),
     "skips": (lambda: skip.verify_skippables(None), "module must be an nn.Sequential"),
     "mapped model": (lambda: parallelize_pipeline(len, {}), "model must be an nn.Module, got buil"),

@@ -34,7 +34,7 @@ from pipekernels.pipeline.stage.partition import (
 )
 from pipekernels.pipeline.stage.skip import verify_skippables
 from pipekernels.pipeline.values.micro_batch import Batch
-from pipekernels.pipeline.values.structure import Arguments, arguments_of, check_keywords, flatten
+from pipekernels.pipeline.values.structure import Arguments, arguments_of, flatten
 
 Device = torch.device | int | str
 
@@ -169,8 +169,7 @@ class Pipe(nn.Module):
             input itself.
 
         Raises:
-            TypeError: the input, or what a stage returns, has no tensor, or the first layer does
-                not take an argument of a name.
+            TypeError: the input, or what a stage returns, has no tensor.
             ValueError: the input cannot be split: no batch dimension, or batch sizes differ; or
                 the outputs of micro-batches cannot be joined along ``batch_dim``.
             RuntimeError: inside a transform of ``torch.func``, or with tangents (forward-mode
@@ -261,8 +260,6 @@ class Pipe(nn.Module):
                 "former one; replace layers in it instead, pipe.partitions[i][j] = layer, or make "
                 "a new pipe"
             )
-        if type(value) is Arguments and value.kwargs and self.partitions:
-            check_keywords(self[0], value.kwargs)
         tensors, structure = flatten(value, "input", chunks=self.chunks)
         if in_forward_mode():
             deny_tangents("a Pipe", chain(tensors, self.parameters()))

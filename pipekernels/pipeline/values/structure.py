@@ -99,19 +99,6 @@ def parameters_of(layer: nn.Module) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def check_keywords(layer: nn.Module, given: Mapping[str, Any]) -> None:
-    """Raise a TypeError if the forward of ``layer``, the first one, does not take arguments of
-    these names."""
-    parameters = parameters_of(layer)
-    unknown = sorted(given.keys() - parameters.keys())
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if parameters and unknown and not takes_any:
-        raise TypeError(
-            f"the first layer, a {type(layer).__name__}, has no argument {unknown[0]!r}; it has "
-            f"{', '.join(parameters)} (an input can be given by position, pipe(input))"
-        )
-
-
 _TENSOR = object()  # Stands for a tensor among the leaves of a structure.
 
 
