@@ -121,9 +121,12 @@ class HookWatch(TorchFunctionMode):
 
 
 class LaneRandom(HookWatch):
-    """Seeds the random functions of one task, on the calling thread, by ``seed``."""
+    """Seeds the random functions of one task, on the calling thread, by ``seed``. Without one, for
+    a backward, it refuses them: a layer that recomputes its forward sets the state of the
+    process-wide generator, which other lanes also use. From the next mini-batch on the pipe runs on
+    one thread."""
 
-    def __init__(self, observed: Observed, seed: int) -> None:
+    def __init__(self, observed: Observed, seed: int | None = None) -> None:
         super().__init__(observed)
         self._seed = seed
         self._state: torch.Tensor | None = None
@@ -133,6 +136,13 @@ class LaneRandom(HookWatch):
         if not draws(func, args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
         self.observed.draws = True
+        if self._seed is None:
+            self.observed.hidden = True
+            raise RuntimeError(
+                "a layer of the pipe has begun to draw random numbers in its backward, as layers "
+                "do that checkpoint themselves; run this mini-batch again, and the pipe will keep "
+                "to one thread"
+            )
         generator = torch.default_generator
         with _generator_lock:
             if self._state is None:
@@ -142,27 +152,6 @@ class LaneRandom(HookWatch):
             result = func(*args, **kwargs)
             self._state = generator.get_state()
         return result
-
-
-class BackwardRandom(TorchFunctionMode):
-    """Refuses random numbers in a backward on a lane: a layer that recomputes its forward sets the
-    state of the process-wide generator, which other lanes also use. From the next mini-batch on
-    the pipe runs on one thread."""
-
-    def __init__(self, observed: Observed) -> None:
-        super().__init__()
-        self._observed = observed
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if draws(func, args, kwargs):
-            self._observed.hidden = True
-            raise RuntimeError(
-                "a layer of the pipe has begun to draw random numbers in its backward, as layers "
-                "do that checkpoint themselves; run this mini-batch again, and the pipe will keep "
-                "to one thread"
-            )
-        return func(*args, **kwargs)
 
 
 class Audit(HookWatch):
@@ -276,4 +265,4 @@ def audited_seeds(generators: Sequence[torch.Generator], observed: Observed) -> 
 
 def lane_seeds(generators: Sequence[torch.Generator], observed: Observed) -> Seeds:
     """Those of stages that run at the same time."""
-    return Seeds((), partial(LaneRandom, observed), partial(BackwardRandom, observed))
+    return Seeds((), partial(LaneRandom, observed), partial(LaneRandom, observed))
