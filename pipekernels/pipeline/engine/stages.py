@@ -10,7 +10,7 @@ from torch import nn
 
 from pipekernels.device.streams import has_streams
 from pipekernels.pipeline.schedule.timeline import Timeline
-from pipekernels.pipeline.stage.batchnorm import has_deferred_batch_norm
+from pipekernels.pipeline.stage.batchnorm import DeferredBatchNorm
 from pipekernels.pipeline.stage.partition import has_collectives
 from pipekernels.pipeline.stage.random_state import Observed, generators_of
 from pipekernels.pipeline.stage.skip import SkipRoutes
@@ -65,7 +65,7 @@ class Stages:
         for task in (*self.tasks, *filter(None, [self.fused])):
             task.inspect_layers()
         self.training = tuple(layer.training for layer in layers)
-        self.has_deferred_batch_norm = any(map(has_deferred_batch_norm, self.modules))
+        self.has_deferred_batch_norm = any(isinstance(x, DeferredBatchNorm) for x in layers)
         self.one_thread = self._why_one_thread(layers)
 
     def _why_one_thread(self, layers: Sequence[nn.Module]) -> str | None:

@@ -94,11 +94,6 @@ class DeferredBatchNorm(BatchNormBase):
         return convert_deferred_batch_norm(module, chunks)
 
 
-def has_deferred_batch_norm(module: nn.Module) -> bool:
-    """Whether ``module`` contains a DeferredBatchNorm."""
-    return any(isinstance(layer, DeferredBatchNorm) for layer in module.modules())
-
-
 @contextmanager
 def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Commit every DeferredBatchNorm in ``modules`` after the body, the forward of one mini-batch.
