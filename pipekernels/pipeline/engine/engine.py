@@ -29,7 +29,7 @@ from pipekernels.pipeline.schedule.program import GPIPE, Schedule
 from pipekernels.pipeline.schedule.timeline import Timeline
 from pipekernels.pipeline.stage.batchnorm import committed
 from pipekernels.pipeline.stage.parameters import Parameters
-from pipekernels.pipeline.values.micro_batch import Batch, Inputs, wants_grad
+from pipekernels.pipeline.values.micro_batch import Batch, Scatter
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -178,9 +178,12 @@ class Engine:
         stages = self.stages
         parameters = self._current_parameters()
         enabled = torch.is_grad_enabled()
-        wanted = [enabled and wants_grad(tensor) for tensor in batch.tensors]
+        wanted = [enabled and tensor.requires_grad for tensor in batch.tensors]
         grad = enabled and (trains or any(wanted) or bool(parameters.unique))
-        inputs = Inputs(batch, stages.devices[0], wanted, detached=grad)
+        # The pipe's node holds the graph of the inputs.
+        tensors = [tensor.detach() for tensor in batch.tensors] if grad else batch.tensors
+        structure = batch.structure.on(stages.devices[0])
+        inputs = Scatter(Batch(tensors, structure, batch.chunks, batch.dim), wanted)
         count = len(inputs.sizes)
         dropped = count - (checkpoint == "except_last") if grad and checkpoint != "never" else 0
         signature = Signature(

@@ -23,7 +23,7 @@ from pipekernels.pipeline.values.micro_batch import (
     rows_of,
     shares,
 )
-from pipekernels.pipeline.values.structure import Structure, flatten, tensors_in
+from pipekernels.pipeline.values.structure import flatten, tensors_in
 
 LossFunction = Callable[..., Any]
 """Returns a scalar, or a tuple of one and of other values to return."""
@@ -39,7 +39,6 @@ class Targets:
 
     def __init__(self, batch: Batch, target: Any) -> None:
         self._parts: Scatter | None = None
-        self._structures: Sequence[Structure] = ()
         if target is None:
             return
         tensors, structure = flatten(target, "target", chunks=batch.chunks)
@@ -48,23 +47,24 @@ class Targets:
                 "a target has a graph, whose backward each micro-batch would run again; detach it, "
                 "or use loss_fn(pipe(input), target).backward()"
             )
-        self._parts = Scatter(tensors, batch.chunks, batch.dim, "target")
+        whole = Batch(tensors, structure, batch.chunks, batch.dim)
+        self._parts = Scatter(whole, what="target")
         rows = rows_of(batch.tensors, batch.dim, "input")
-        if self._parts.batch != rows:
+        if self._parts.rows != rows:
             raise ValueError(
-                f"the target has batch size {self._parts.batch} and the input {rows}; both are "
+                f"the target has batch size {self._parts.rows} and the input {rows}; both are "
                 f"split along dimension {batch.dim} and must agree in it"
             )
-        self._structures = structure.cut(self._parts.sizes)
 
     def take(self, m: int, device: torch.device) -> list[Any]:
         """A list of the target of micro-batch ``m``, on ``device``; empty if there is none."""
         if self._parts is None:
             return []
-        parts: Sequence[torch.Tensor] = self._parts.take(m)
-        if any(part.device != device for part in parts):
-            parts = p2p_copy(parts, device)
-        return [self._structures[m].on(device).build(parts)]
+        part = self._parts.take(m)
+        tensors: Sequence[torch.Tensor] = part.tensors
+        if any(tensor.device != device for tensor in tensors):
+            tensors = p2p_copy(tensors, device)
+        return [part.structure.on(device).build(tensors)]
 
 
 class Losses:

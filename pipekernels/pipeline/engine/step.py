@@ -16,9 +16,8 @@ from pipekernels.device import streams
 from pipekernels.device.autocast import cast_cache
 from pipekernels.device.profiling import in_profile
 from pipekernels.pipeline.engine.execution import Plan
-from pipekernels.pipeline.engine.skip_table import SkipTable
 from pipekernels.pipeline.engine.stages import Stages
-from pipekernels.pipeline.engine.transport import Transport
+from pipekernels.pipeline.engine.transport import SkipTable, Transport
 from pipekernels.pipeline.schedule.program import Action, Program
 from pipekernels.pipeline.stage.context import CallerContext, checkpointing, during
 from pipekernels.pipeline.stage.error_notes import note_backward, note_layer
@@ -31,8 +30,8 @@ from pipekernels.pipeline.stage.task import Tape, Task
 from pipekernels.pipeline.values.micro_batch import (
     Activation,
     Grads,
-    Inputs,
     Outputs,
+    Scatter,
     Sink,
     copy_if_aliased,
 )
@@ -64,7 +63,7 @@ class Step:
         *,
         plan: Plan,
         stages: Stages,
-        inputs: Inputs,
+        inputs: Scatter,
         parameters: Parameters | None,
         dropped: int,
         record: Callable[[float], object] | None,

@@ -91,24 +91,30 @@ def rows_of(tensors: Sequence[torch.Tensor], dim: int, what: str) -> int:
 
 
 class Scatter:
-    """Micro-batches of ``tensors`` along dimension ``dim``: views if it is 0 or there is only one,
-    otherwise contiguous copies made by the constructor.
+    """The micro-batches of ``batch``: views if its dimension is 0 or there is only one, otherwise
+    contiguous copies made by the constructor.
 
     Args:
-        tensors, dim, what: as for :func:`rows_of`.
-        chunks: the most micro-batches; their sizes are those of :func:`micro_batch_sizes`.
+        batch: the whole.
+        wants_grad: whether each of its tensors is to get a gradient.
+        what: its tensors, in errors.
+
+    Attributes:
+        sizes: rows of each micro-batch.
+        rows: of all.
+        dim: the batch dimension.
+        elements: number of elements of the first micro-batch, the largest.
 
     Raises:
         TypeError: a tensor is sparse or nested, and there are several micro-batches.
         ValueError: as :func:`rows_of`.
     """
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], chunks: int, dim: int = 0, what: str = "input"
-    ) -> None:
-        self.batch = rows_of(tensors, dim, what)
-        self.dim = dim
-        self.sizes = _sizes(self.batch, chunks)
+    def __init__(self, batch: Batch, wants_grad: Sequence[bool] = (), what: str = "input") -> None:
+        tensors, self.dim = batch.tensors, batch.dim
+        self.rows = rows_of(tensors, self.dim, what)
+        self.sizes = _sizes(self.rows, batch.chunks)
+        self._wants_grad = tuple(wants_grad)
         for i, tensor in enumerate(tensors):
             if len(self.sizes) > 1 and not _is_dense(tensor):
                 raise TypeError(
@@ -116,24 +122,32 @@ class Scatter:
                     "rows cannot be cut into micro-batches; give its parts as dense tensors, give "
                     "all of it to every micro-batch (NoChunk(tensor)), or use chunks=1"
                 )
-        if dim == 0 or len(self.sizes) == 1:
-            views = [_views(tensor, self.sizes, dim) for tensor in tensors]
+        if self.dim == 0 or len(self.sizes) == 1:
+            views = [_views(tensor, self.sizes, self.dim) for tensor in tensors]
             self._parts = list(zip(*views, strict=True))
         else:
-            self._parts = split_micro_batches(tensors, chunks, dim)
+            self._parts = split_micro_batches(tensors, batch.chunks, self.dim)
+        self.elements = sum([tensor.numel() for tensor in self._parts[0]])
+        self._structures: list[Structure | None] = list(batch.structure.cut(self.sizes))
 
-    def elements(self, m: int) -> int:
-        """Number of elements of micro-batch ``m``, over all tensors."""
-        return sum([tensor.numel() for tensor in self._parts[m]])
+    def take(self, m: int) -> Activation:
+        """Micro-batch ``m``; call once. Drops the references to it, as the output's graph keeps
+        this object, and its values may be large."""
+        part, structure = self._parts[m], self._structures[m]
+        self._parts[m], self._structures[m] = (), None
+        assert structure is not None
+        return Activation(part, self._wants_grad, structure)
 
-    def take(self, m: int) -> tuple[torch.Tensor, ...]:
-        """Micro-batch ``m``; call once per micro-batch. Drops the reference to it, because the
-        output's graph keeps this object."""
-        part, self._parts[m] = self._parts[m], ()
-        return part
+    def joined(self, grads: Sequence[Grads]) -> Grads:
+        """The gradients of the whole tensors, from those of the micro-batches; without any, None
+        for a tensor."""
+        columns = [
+            [part[i] if part and wants else None for part in grads]
+            for i, wants in enumerate(self._wants_grad)
+        ]
+        return tuple([self._joined(column) for column in columns])
 
-    def joined(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """``parts``, one per micro-batch, joined, with zeros for a None; None if all are None."""
+    def _joined(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         like = next((part for part in parts if part is not None), None)
         if like is None:
             return None
@@ -213,9 +227,7 @@ class Gather:
         self._whole: torch.Tensor | None = None
         self._places: Sequence[torch.Tensor] = ()  # Views of _whole, one per micro-batch.
 
-    def check(self, m: int, part: torch.Tensor) -> None:
-        """Raise a ValueError if ``part``, of micro-batch ``m``, has no dimension ``dim``, or
-        another shape than the first part lets expect."""
+    def _check(self, m: int, part: torch.Tensor) -> None:
         dim = self._dim
         if part.dim() <= dim:
             raise ValueError(
@@ -241,8 +253,9 @@ class Gather:
             )
 
     def write(self, m: int, part: torch.Tensor) -> None:
-        """Check and copy the part of micro-batch ``m``; a single one is kept."""
-        self.check(m, part)
+        """Copy the part of micro-batch ``m``; a single one is kept. ValueError if it has no
+        dimension ``dim``, or another shape than the first part lets expect."""
+        self._check(m, part)
         part, whole = part.detach(), self._whole
         if len(self._sizes) == 1:
             self._whole = part
@@ -291,51 +304,6 @@ def copy_if_aliased(
 def _storage_id(tensor: torch.Tensor) -> int:
     """Identifies the tensor's storage, or the tensor if it has none, such as a sparse one."""
     return storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)
-
-
-class Inputs:
-    """The inputs of the first stage, on ``device``, one per micro-batch.
-
-    Args:
-        batch: the whole inputs.
-        device: of the first stage.
-        wants_grad: whether each of its tensors is to get a gradient.
-        detached: whether a backward can follow that does not go through the caller's graph. The
-            autograd node that holds this object holds the graph of the inputs.
-    """
-
-    def __init__(
-        self, batch: Batch, device: torch.device, wants_grad: Sequence[bool], *, detached: bool
-    ) -> None:
-        self._wants_grad = tuple(wants_grad)
-        tensors = [tensor.detach() for tensor in batch.tensors] if detached else batch.tensors
-        self._scatter = Scatter(tensors, batch.chunks, batch.dim)
-        self.rows, self.dim = self._scatter.batch, batch.dim
-        self.sizes = self._scatter.sizes
-        self.elements = self._scatter.elements(0)  # Of the first, the largest.
-        structures = batch.structure.on(device).cut(self.sizes)
-        self._structures: list[Structure | None] = list(structures)
-
-    def take(self, m: int) -> Activation:
-        """Micro-batch ``m``; call once. Drops the references to it, whose values may be large."""
-        structure, self._structures[m] = self._structures[m], None
-        assert structure is not None
-        return Activation(self._scatter.take(m), self._wants_grad, structure)
-
-    def joined(self, grads: Sequence[Grads]) -> Grads:
-        """The gradients of the whole inputs, from those of the micro-batches."""
-        if not any(self._wants_grad):
-            return (None,) * len(self._wants_grad)
-        columns = [
-            [part[i] if part and wants else None for part in grads]
-            for i, wants in enumerate(self._wants_grad)
-        ]
-        return tuple([self._scatter.joined(column) for column in columns])
-
-
-def wants_grad(tensor: torch.Tensor) -> bool:
-    """Whether an input is to get a gradient."""
-    return tensor.requires_grad and differentiable(tensor)
 
 
 class Sink(Protocol):
