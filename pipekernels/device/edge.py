@@ -160,8 +160,7 @@ class Edge:
             return [t.detach().to(self.target) for t in tensors], arrival
         with self._lock:
             origin = streams.current_handle(self.source)
-            self._release_sources()
-            self._reclaim_buffers()
+            self._reclaim()
             sources = list(tensors)
             if not self._are_plain(sources):
                 sources = [t.detach().resolve_conj().resolve_neg() for t in sources]
@@ -193,7 +192,7 @@ class Edge:
                 if not still_reads:
                     self._sources.remove(source)
                 elif snapshot:
-                    self._release_sources()
+                    self._reclaim()
         return copies, arrival
 
     def settle(self, *, blocking: bool = True) -> None:
@@ -205,22 +204,21 @@ class Edge:
         """
         if self._lock.acquire(blocking):
             try:
-                self._release_sources()
-                self._reclaim_buffers()
-                self._reclaim_buffers()
+                self._reclaim()
+                self._reclaim()  # The first one has marked buffers.
             finally:
                 self._lock.release()
 
-    def _release_sources(self) -> None:
+    def _reclaim(self) -> None:
+        """Drop the sources of the last copy, and received buffers: those that an earlier call has
+        marked; mark those that are no longer used since."""
         while self._sources:
             first = self._sources[0]
             if self._from < 0:
                 first.done.synchronize()
             elif not first.done.wait(self._from, first.origin):
-                return
+                break
             del self._sources[:1]
-
-    def _reclaim_buffers(self) -> None:
         while self._unused:
             self._unused[0][0].wait(self._to, self._native.arriving)
             del self._unused[:1]

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipekernels._torch_private import is_profiler_enabled
 from pipekernels.device import streams
 from pipekernels.device.edge import Arrival, Edge, edge, settle_all
 from pipekernels.device.profiling import in_profile
 from pipekernels.device.streams import Stream
 from pipekernels.pipeline.schedule.timeline import Mark, clock
 from pipekernels.pipeline.stage.skip import Key, SkipRoutes
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 Receiver = tuple[int, int, bool]
 """The action that uses a copy: its stage (-1: the caller), micro-batch, and whether a backward."""
@@ -88,7 +91,8 @@ class Transport:
         for route, indices in routes.items():
             key = (*route, receiver[2])
             used = self._edges.get(key) or self._edges.setdefault(key, edge(*key))
-            with in_profile("copy from %s to %s", *route):
+            profiled = is_profiler_enabled()
+            with in_profile("copy from %s to %s", *route) if profiled else _NOTHING:
                 copies, arrival = used.send([tensors[i] for i in indices])  # type: ignore[misc]
             self.arrivals.setdefault(receiver, []).append(arrival)
             for i, copy in zip(indices, copies, strict=True):

@@ -199,13 +199,18 @@ def wait_for(done: Any, stream: Any) -> None:
     done.wait(stream.device.index, stream)
 
 
+def forget_sources(of: Any, reclaim: Any) -> None:
+    of._sources.clear()
+    reclaim(of)
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
         (edge.Arrival, "wait", lambda self: self.users.append(streams.current(self._device))),
         (edge.Arrival, "wait", lambda self: wait_for(self._done, streams.current(self._device))),
         (edge, "storage_references", lambda _: next(FEWER)),  # All are unused.
-        (edge.Edge, "_release_sources", lambda self: self._sources.clear()),
+        (edge.Edge, "_reclaim", lambda self, done=edge.Edge._reclaim: forget_sources(self, done)),
     ],
     ids=["arrivals", "users", "buffers", "sources"],
 )
