@@ -30,17 +30,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.utils import parametrize
+from torch.utils import _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import (
-    SUPPORTED_NODES,
-    TreeSpec,
-    _get_node_type,
-    tree_flatten,
-    tree_leaves,
-    tree_map_only,
-)
-from torch.utils._pytree import NodeDef as PytreeNode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,7 +48,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchNormBase",
     "DeviceContext",
-    "PytreeNode",
     "TorchDispatchMode",
     "TreeSpec",
     "tree_flatten",
@@ -227,11 +219,12 @@ def function_modes() -> list[Any]:
 # ---- containers ----
 
 
-def pytree_node(value: Any) -> PytreeNode | None:
+def pytree_node(value: Any) -> _pytree.NodeDef | None:
     """How torch's pytree opens ``value`` and rebuilds it; None for a leaf."""
     kind = type(value)
     # The function takes a microsecond to see that a tuple is not a named one.
-    return SUPPORTED_NODES.get(kind if kind is tuple else _get_node_type(value))
+    known = kind if kind is tuple else _pytree._get_node_type(value)
+    return _pytree.SUPPORTED_NODES.get(known)
 
 
 # ---- memory ----
