@@ -49,11 +49,6 @@ class Activation:
         return value, dict(zip(self.skips, skips, strict=True))
 
 
-def differentiable(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor``'s dtype can have gradients."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 @dataclass(frozen=True)
 class Batch:
     """A mini-batch.
@@ -365,7 +360,7 @@ class Outputs:
             self.wants_grad[i] |= wants
 
     def _gather(self, tensor: torch.Tensor) -> Gather | Average:
-        if tensor.dim() == 0 and differentiable(tensor):
+        if tensor.dim() == 0 and (tensor.is_floating_point() or tensor.is_complex()):
             return Average(shares(self._sizes) if self._weights is None else self._weights)
         return Gather(self._sizes, self._dim, self._source)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -163,6 +164,12 @@ SINGLE_TENSOR = Structure(None, [_TENSOR])
 """The structure of a value that is a tensor."""
 
 
+@lru_cache(maxsize=256)
+def _tuple_of(count: int) -> Structure:
+    """The structure of a tuple of so many tensors."""
+    return Structure(tree_flatten((_TENSOR,) * count)[1], [_TENSOR] * count)
+
+
 def merged(structures: Sequence[Structure]) -> Structure:
     """The structure of a mini-batch's value from those of its micro-batches, of the same layout: a
     leaf that is not a tensor becomes a list with an entry per micro-batch, but None stays None."""
@@ -189,6 +196,8 @@ def flatten(
     """
     if isinstance(value, torch.Tensor):
         return (value,), SINGLE_TENSOR
+    if type(value) is tuple and {*map(type, value)} == {torch.Tensor}:
+        return value, _tuple_of(len(value))  # Often; pytree would take twice as long.
     whole = set(_splits) if chunks is not None else set()
     if chunks is not None and chunks > 1:
         whole.add(PackedSequence)
