@@ -23,7 +23,7 @@ from pipekernels.comm.hosts.cuda import GroupBackend
 from pipekernels.comm.join.bootstrap import join_processes, problem_of, raise_join_failure
 from pipekernels.comm.join.deadline import Deadline, check_timeout
 from pipekernels.comm.join.rendezvous import Rendezvous, of_color, over_group, over_store
-from pipekernels.comm.shared_memory import SharedMemoryBackend
+from pipekernels.comm.shared_memory import SharedMemoryBackend, ThreadBackend
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -188,8 +188,8 @@ class Communicator(Collectives):
     def threads(
         cls, world_size: int, *, timeout: float = 30.0, device_blocks: int = DEFAULT_BLOCKS
     ) -> list[Communicator]:
-        """Communicators over ranks that are threads of this process, one for each of ``world_size``
-        ranks, at most 1024. The other arguments are those of :meth:`from_process_group`.
+        """Communicators for ``world_size`` ranks, at most 1024, that are threads of this process:
+        each calls from a thread of its own. Other arguments: as :meth:`from_process_group`.
 
         Raises:
             TypeError, ValueError: an argument is not a number, or not in its range.
@@ -204,9 +204,12 @@ class Communicator(Collectives):
         finally:
             os.close(fd)
         divide = functools.partial(_divide_threads, device_blocks=device_blocks)
-        communicators = []
+        communicators, callers = [], set[int]()
         for rank in range(world_size):
-            local = SharedMemoryBackend(module.Communicator(segment, rank, [], timeout))
+            core = module.Communicator(segment, rank, [], timeout)
+            local = SharedMemoryBackend(core)
+            if world_size > 1:
+                local = ThreadBackend(core, rank, callers)
             make = functools.partial(CudaBackend, local, blocks=device_blocks)
             communicators.append(cls(local, make, rank, world_size, timeout, divide))
         return communicators

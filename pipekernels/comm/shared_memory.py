@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from pipekernels import _backend
 from pipekernels.comm.backend import NativeBackend
 from pipekernels.comm.codes import CALLS, MOVABLE, REDUCTIONS
 from pipekernels.comm.tensors import allocated
+
+_CALLS = "all_reduce", "all_reduce_tensor", "reduce_scatter", "all_gather", "broadcast", "barrier"
 
 
 class SharedMemoryBackend(NativeBackend):
@@ -59,3 +62,29 @@ class SharedMemoryBackend(NativeBackend):
         dtype = MOVABLE.get(tensor.dtype, MOVABLE[torch.uint8])
         count = 0 if call == "all_to_all" else tensor.numel()
         self.core.announce(CALLS[call], dtype, REDUCTIONS.get(op, 0), root, count)
+
+
+class ThreadBackend(SharedMemoryBackend):
+    """The backend of a rank that is a thread. One thread that calls for all ranks waits in its
+    first call for the second: errors say so, at once if it is the only thread that there is.
+    ``callers`` are the threads that have called any of the ranks."""
+
+    def __init__(self, core: _backend.Communicator, rank: int, callers: set[int]) -> None:
+        super().__init__(core)
+        remedy = (
+            "each rank of Communicator.threads() calls from a thread of its own, all at the same "
+            f"time; this is rank {rank}, called by thread"
+        )
+        for name in _CALLS:
+            setattr(self, name, functools.partial(_call, getattr(self, name), callers, remedy))
+
+
+def _call(call: Callable[..., Any], callers: set[int], remedy: str, *args: Any) -> Any:
+    thread = threading.current_thread()
+    callers.add(threading.get_ident())
+    if len(callers) == threading.active_count() == 1:
+        raise RuntimeError(f"{remedy} {thread.name}, the only one of this process")
+    try:
+        return call(*args)
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}; {remedy} {thread.name}") from None

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -137,8 +138,37 @@ def test_a_killed_rank_is_named_at_once_by_all_others(
 @pytest.mark.slow
 def test_all_late_ranks_are_named() -> None:
     comm, *_absent = Communicator.threads(3, timeout=0.3)
-    with pytest.raises(TimeoutError, match=r"rank\(s\) 1, 2 of 3 did not arrive at barrier"):
-        comm.barrier()
+    late = r"rank\(s\) 1, 2 of 3 did not arrive at barrier"
+    with ThreadPoolExecutor() as pool, pytest.raises(TimeoutError, match=late):
+        pool.submit(comm.barrier).result()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_thread_that_calls_for_all_ranks_is_told_so() -> None:
+    program = """if True:
+        from concurrent.futures import ThreadPoolExecutor
+        import torch
+        from pipekernels import Communicator
+        ranks, x = Communicator.threads(2, timeout=1), torch.ones(2)
+        for call in (ranks[0].barrier, lambda: ranks[1].all_reduce(x)):
+            try:
+                call()
+            except RuntimeError as error:
+                print(error)
+        with ThreadPoolExecutor(2) as pool:  # Nobody has waited, so the ranks are still usable.
+            print(list(pool.map(lambda rank: rank.all_gather(x).sum().item(), ranks)))
+        try:
+            ranks[1].barrier()
+        except TimeoutError as error:
+            print(error)
+    """
+    told = "each rank of Communicator.threads() calls from a thread of its own"
+    first, second, sums, late = python("-c", program).stdout.splitlines()
+    for rank, line in enumerate([first, second]):
+        assert told in line and f"this is rank {rank}, called by thread MainThread, the on" in line
+    assert sums == "[4.0, 4.0]"
+    assert "rank(s) 0 of 2 did not arrive" in late and f"; {told}" in late
 
 
 @pytest.mark.slow
