@@ -6,6 +6,7 @@ import functools
 import importlib
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,10 @@ def load() -> ModuleType:
     try:
         module = importlib.import_module("pipekernels._C")
     except ImportError as error:
-        raise ImportError(f"pipekernels._C cannot be loaded ({error}). {_REMEDY}") from error
+        folder = Path(__file__).parents[1]
+        is_source = (folder / "setup.py").exists()
+        leave = f"If it is installed, leave the source folder {folder}. " if is_source else ""
+        raise ImportError(f"pipekernels._C cannot be loaded ({error}). {leave}{_REMEDY}") from error
     built = module.build_info()
     if built["version"] != __version__:
         raise ImportError(

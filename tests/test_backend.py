@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,10 +25,17 @@ def test_build_info() -> None:
     assert bool(info["cuda_architectures"]) is bool(info["cuda_version"]) is info["cuda"]
 
 
-def test_missing_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_source", [False, True])
+def test_missing_extension(
+    is_source: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pipekernels._C", None)
-    with pytest.raises(ImportError, match=r"cannot be loaded .*`pip install \.`"):
+    monkeypatch.setattr(_backend, "__file__", str(tmp_path / "pipekernels" / "_backend.py"))
+    if is_source:
+        (tmp_path / "setup.py").touch()
+    with pytest.raises(ImportError, match=r"cannot be loaded .*`pip install \.`") as error:
         _backend.load()
+    assert (f"leave the source folder {tmp_path}." in str(error.value)) is is_source
 
 
 def test_extension_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
