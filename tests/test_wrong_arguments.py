@@ -55,8 +55,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # By a TypeError.
         "a key of plan must be a pattern",
     ),
     "comm": (
-        lambda: tensor_parallelize(LAYERS, {"0": "column"}, None),
-        "comm must be a pipekernels.Communicator, got NoneType",
+        lambda: tensor_parallelize(LAYERS, {"0": "column"}, 2),
+        "comm must be a pipekernels.Communicator, got int",
     ),
     "planned model": (lambda: plan_for(None, 2), "model must be an nn.Module"),
     "sharded model": (lambda: tensor_unparallelize(None), "must be an nn.Module"),

@@ -75,7 +75,7 @@ def check_weights(layer: nn.Module) -> None:
         if type(parameter) is nn.Parameter and inner is torch.Tensor:
             continue
         kind = type(parameter) if inner is torch.Tensor else inner
-        order = "shard the model first, then quantize the layers that hold shards"
+        order = "shard the model in floats, then quantize it: quantize_weights() here, or torchao"
         if kind.__name__ == "DTensor":
             order = "shard the model first, then call fully_shard() or distribute the rest"
         raise TypeError(

@@ -98,16 +98,16 @@ def _parts(name: str, module: nn.Module, kind: Kind | None) -> list[Part]:
 
 def _check_layer(layer: nn.Module, kind: LayerKind, where: str) -> None:
     """Raise TypeError, which begins with ``where``, unless ``layer`` can be made ``kind``."""
+    try:
+        check_weights(layer)
+    except TypeError as error:
+        raise TypeError(f"{where}, but {error}") from None
     if not kind.accepts(layer):
         found = f"{type(layer).__module__}.{type(layer).__qualname__}"
         raise TypeError(
             f"{where}, a {found}, but only {kind.takes} can be made {kind.word!r}; use a narrower "
             "pattern"
         )
-    try:
-        check_weights(layer)
-    except TypeError as error:
-        raise TypeError(f"{where}, but {error}") from None
     extras = None if kind.checks_extras else extras_of(layer)
     if extras is not None:
         raise TypeError(f"{where}, which has {extras}; a shard would lose that, so {REMEDY}")

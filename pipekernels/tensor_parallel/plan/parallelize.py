@@ -27,8 +27,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def tensor_parallelize(
     model: Model,
-    plan: Mapping[str, str] | Literal["auto"],
-    comm: Communicator,
+    plan: Mapping[str, str] | Literal["auto"] = "auto",
+    comm: Communicator | None = None,
     *,
     invariant: bool = False,
     check: Tensor | Mapping[str, Any] | None = None,
@@ -49,7 +49,7 @@ def tensor_parallelize(
             ``"auto"``: the plan that the model carries, or one of ours, or one derived from a small
             copy of it (:doc:`/guides/transformers`); it divides head counts as well.
             :func:`plan_for` shows it.
-        comm: the communicator.
+        comm: ``None`` for a new one, of :meth:`Communicator.from_process_group`.
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
             (:mod:`pipekernels.tensor_parallel.arithmetic`). ``"auto"`` leaves an embedding and a
             head whole whose vocabulary is not a multiple of 64.
@@ -70,6 +70,8 @@ def tensor_parallelize(
     """
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("plan", plan, (Mapping, str), "a mapping of patterns to kinds, or 'auto'")
+    if comm is None:
+        comm = Communicator.from_process_group()
     check_kind("comm", comm, Communicator, "a pipekernels.Communicator")
     if check is not None:
         before = outputs_of(model, check)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.checks import assert_full_gradients, assert_same_state
-from support.ranks import on, run_threads
+from support.ranks import on, on_ranks, run_threads
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
@@ -266,12 +266,26 @@ def test_weights_of_other_classes_are_refused() -> None:
     class Quantized(nn.Parameter):
         pass
 
+    class OfBitsAndBytes(nn.Linear):
+        pass
+
     comm = Communicator.threads(1)[0]
-    model = nn.Sequential(nn.Linear(4, 4))
-    model[0].weight = Quantized(torch.zeros(4, 4))
-    with pytest.raises(TypeError, match=r"its weight is a .*Quantized.*first, then quantize"):
-        tensor_parallelize(model, {"0": "column"}, comm)
-    assert type(model[0]) is nn.Linear
+    for kind in (nn.Linear, OfBitsAndBytes):
+        model = nn.Sequential(kind(4, 4))
+        model[0].weight = Quantized(torch.zeros(4, 4))
+        with pytest.raises(TypeError, match=r"a .*Quantized,.*quantize_weights\(\) here, or t"):
+            tensor_parallelize(model, {"0": "column"}, comm)
+        assert type(model[0]) is kind
+
+
+@on_ranks(2)
+def test_a_plan_and_a_communicator_are_found(comm: Communicator) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    x = torch.randn(3, 2, 8)
+    expected = layer(x)
+    assert isinstance(tensor_parallelize(layer).linear2, RowParallelLinear)
+    torch.testing.assert_close(layer(x), expected)
 
 
 def test_a_compiled_model_is_understood() -> None:
