@@ -25,13 +25,13 @@ from bench.harness import Options, Plan, Row
 from bench.peers import groups
 from bench.peers.groups import Group, Session
 from bench.peers.systems import ALGORITHMS, elements
-from bench.report.tables import between, duration, markdown, microseconds, spread, svg
+from bench.report.tables import between, duration, markdown, microseconds, svg
 
 RANKS = 2
 SIZES = [2**exponent for exponent in range(10, 27, 2)]  # bytes
 DTYPES = ["float32", "bfloat16"]
 KINDS = ["ordinary", "symmetric"]
-PEERS = ["Gloo", "DeepSpeed", "MPICH", "Open MPI", "Intel MPI"]
+PEERS = ["DeepSpeed", "MPICH", "Open MPI", "Intel MPI", "Gloo"]
 BOUNDS = ["copy", "in place"]
 VISITS = 5  # To every size and dtype, spread over the run: hosts may be slow for a minute.
 SECONDS = 2.5  # For all candidates in one visit, if that is enough for a round.
@@ -254,20 +254,19 @@ def table(rows: list[Row], others: Sequence[list[Row]] = ()) -> str:
     }
     told = ", ".join(f"{name} {versions[name]}" for name in there)
     parts[f"Peers: {told}; us"] = _side_by_side(cases, there)
-    for kind in KINDS:
-        title = f"{kind.capitalize()} tensors: `auto` beside each algorithm alone; us"
-        parts[title] = _side_by_side(cases, [name for name in SUMS if name.startswith(kind)])
+    alone = [name for name in SUMS if name.startswith(KINDS[0])]
+    parts["Ordinary tensors: `auto` beside each algorithm; us"] = _side_by_side(cases, alone)
     for title, part, header in (
         (f"{BACK_TO_BACK_SIZE} bytes, calls back to back", "back to back", []),
-        (f"{CROWD} ranks, {CROWD_SIZE} bytes", "crowded", ["99th percentile", "calls", "#wrong"]),
+        (f"{CROWD} ranks, {CROWD_SIZE} bytes", "crowded", ["99th percentile"]),
     ):
         lines = [
-            [found["candidate"], duration(found["median"]), spread(found)]
-            + ([duration(found["p99"]), str(found["calls"]), str(found["wrong"])] if header else [])
+            [found["candidate"], duration(found["median"])]
+            + ([duration(found["p99"])] if header else [])
             for found in rows
             if found["part"] == part
         ]
-        parts[title] = markdown(["candidate", "median", "p10 to p90", *header], lines)
+        parts[title] = markdown(["candidate", "median", *header], lines)
     return "\n\n".join(f"**{title}**\n\n{body}" for title, body in parts.items())
 
 
@@ -276,17 +275,14 @@ def _best(found: dict[str, Row], names: list[str]) -> Row:
 
 
 def _ours(cases: Cases, kind: str) -> str:
-    """nccl-tests' columns, and how many times the speed of the best peer that is; of the bound,
+    """Time and bandwidth, and how many times the speed of the best peer that is; of the bound,
     which is to read and write as many bytes."""
-    header = ["size (B)", "count", "type", "redop", "time", "algbw", "busbw", "#wrong"]
-    header += ["best peer", "its time", "x best peer", "of bound"]
+    header = ["size (B)", "type", "time", "busbw", "best peer", "x best peer", "of bound"]
     lines = []
     for found in cases.values():
         ours, peer = found[kind], _best(found, PEERS)
-        line = [str(ours[key]) for key in ("size", "count", "type", "redop")]
-        line += [microseconds(ours), f"{ours['algbw']:.2f}", f"{ours['busbw']:.2f}"]
-        line += [str(ours["wrong"]), peer["candidate"], microseconds(peer)]
-        line.append(f"{peer['median'] / ours['median']:.2f}")
+        line = [str(ours["size"]), ours["type"], microseconds(ours), f"{ours['busbw']:.2f}"]
+        line += [peer["candidate"], f"{peer['median'] / ours['median']:.2f}"]
         lines.append([*line, f"{_best(found, BOUNDS)['median'] / ours['median']:.0%}"])
     return markdown(header, lines)
 
@@ -305,10 +301,9 @@ def _means(machines: list[Cases], kind: str) -> str:
 def _side_by_side(cases: Cases, names: list[str]) -> str:
     lines = [
         [str(size), dtype, *(microseconds(found.get(name)) for name in names)]
-        + [str(sum(found[name]["wrong"] for name in names if name in found))]
         for (dtype, size), found in cases.items()
     ]
-    return markdown(["size (B)", "type", *names, "#wrong"], lines)
+    return markdown(["size (B)", "type", *names], lines)
 
 
 # ---- plot ----
@@ -326,7 +321,8 @@ def plot(rows: list[Row], path: Path) -> None:
                 style: dict[str, Any] = {"linewidth": 2.5} if name in KINDS else {"linestyle": "--"}
                 if found:
                     sizes, speeds = [r["size"] for r in found], [r["busbw"] for r in found]
-                    axis.plot(sizes, speeds, marker=".", color=f"C{index}", label=name, **style)
+                    label = f"pipekernels, {name} tensors" if name in KINDS else name
+                    axis.plot(sizes, speeds, marker=".", color=f"C{index}", label=label, **style)
             axis.set(title=f"all-reduce, {dtype}, {RANKS} ranks", xlabel="bytes")
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")

@@ -189,7 +189,9 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Tokens per second: a bar per candidate, an axis per dtype of the Llama, as an SVG file."""
-    with svg(path, len(PLOTTED), height=2.6) as axes:
+    from matplotlib.patches import Patch
+
+    with svg(path, len(PLOTTED), width=6.5, height=3, share=False) as axes:
         for axis, case in zip(axes, PLOTTED, strict=True):
             found = [row for row in rows if row["case"] == case]
             found.sort(key=lambda row: -row["median"])
@@ -202,3 +204,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             axis.bar_label(bars, fmt="%.0f", padding=3)
             axis.set(title=f"Llama of 110 M parameters, {case}", xlabel="tokens/s")
             axis.margins(x=0.15)
+        colours = {"C0": "with pipekernels", "C7": "without"}
+        patches = [Patch(color=colour, label=label) for colour, label in colours.items()]
+        axes[-1].legend(handles=patches, loc="lower right")

@@ -20,6 +20,15 @@ import torch
 from pipekernels.cli import cpu_model
 
 RESULTS = Path(__file__).parent / "results"
+# What people call a processor, by what /proc/cpuinfo has.
+COMMON_NAMES = {
+    "AMD EPYC (family 26, model 2)": "Zen 5 Turin",
+    "AMD EPYC (family 25, model 17)": "Zen 4 Genoa",
+    "AMD EPYC (family 25, model 1)": "Zen 3 Milan",
+    "AMD EPYC (family 23, model 1)": "Zen 1 Naples",
+    "Intel(R) Xeon(R) Processor (family 6, model 207)": "Emerald Rapids",
+    "Intel(R) Xeon(R) Processor": "Xeon",  # An earlier form of result files, without the model.
+}
 
 
 def machine() -> dict[str, Any]:
@@ -59,6 +68,12 @@ def machine_name(described: Mapping[str, Any]) -> str:
     """Folder name for a machine's results: its GPU, else its CPU and number of cores."""
     name = described.get("gpu") or f"{described['cpu']} {described['cores']}c"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def common_name(described: Mapping[str, Any]) -> str:
+    """What people call a machine's processor, or its GPU."""
+    cpu = str(described["cpu"])
+    return str(described.get("gpu") or COMMON_NAMES.get(cpu, cpu))
 
 
 def results_folder() -> Path:
@@ -123,6 +138,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def load(name: str) -> list[dict[str, Any]]:
-    """The result files of a benchmark, of all machines, the newest first."""
+    """The result files of a benchmark, of all machines, the newest first; a ValueError if one was
+    measured in a tree with uncommitted changes. On a GPU it is a copy of the tree, and the page
+    says so."""
     found = [read(path) for path in RESULTS.glob(f"*/{name}.json")]
+    for record in found:
+        if record["commit"].endswith("+changes") and "gpu" not in record["machine"]:
+            where = f"{machine_name(record['machine'])}/{name}.json"
+            raise ValueError(f"{where} is of {record['commit']}; commit, and measure again")
     return sorted(found, key=lambda record: str(record["date"]), reverse=True)

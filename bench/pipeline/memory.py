@@ -95,9 +95,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     with svg(path, len(cases)) as axes:
         for axis, case in zip(axes, cases, strict=True):
             found = [row for row in rows if row["case"] == case]
+            found.sort(key=lambda row: row["median"])
             names = [row["candidate"].replace(", ", ",\n") for row in found]
-            bars = axis.bar(names, [row["median"] / 2**20 for row in found], color="C0")
-            for bar in bars[:2]:
-                bar.set_color("C7")
+            colours = ["C7" if row["candidate"] in (BASE, WHOLE) else "C0" for row in found]
+            axis.bar(names, [row["median"] / 2**20 for row in found], color=colours)
             axis.set(title=f"training step, {case}, {STAGES} stages")
         axes[0].set_ylabel("MiB beyond parameters and gradients")

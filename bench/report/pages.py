@@ -2,8 +2,8 @@
 markers, and into the plots that pages show. Results of GPUs, ``gpu.NAME`` and ``nccl``, may be
 missing.
 
-A table is about one machine: that of the newest result file with all candidates. Ratios of the
-others are in it as ranges.
+A table is about one machine: that of the newest result file. Ratios of the others are in it as
+ranges.
 """
 
 from __future__ import annotations
@@ -23,27 +23,14 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def ordered(found: Sequence[Mapping[str, Any]], plan: Mapping[str, Sequence[str]]) -> list[Any]:
-    """The result files, newest first, but before them the newest one that has all of ``plan``."""
-    wanted = {(case, name) for case, names in plan.items() for name in names}
-
-    def lacks(record: Mapping[str, Any]) -> int:
-        rows = {(row.get("case"), row.get("candidate")) for row in record["rows"]}
-        return len(wanted - rows)
-
-    first = min(found, key=lacks)
-    return [first, *(record for record in found if record is not first)]
-
-
 def render(found: Sequence[Mapping[str, Any]]) -> str:
     """The result files of a benchmark as Markdown: one machine's table, and its conditions."""
-    name = found[0]["name"]
-    record, *others = ordered(found, registry.plan(name, quick=False))
-    text = body(name, record["rows"], [other["rows"] for other in others])
+    record, *others = found
+    text = body(record["name"], record["rows"], [other["rows"] for other in others])
     how = "; ".join(f"{key}: {value}" for key, value in record["conditions"].items())
     note = f"*{record['date']}, commit {record['commit']}. {how}.*"
     if others:
-        names = dict.fromkeys(other["machine"]["cpu"] for other in others)
+        names = dict.fromkeys(records.common_name(other["machine"]) for other in others)
         note += f"\n\n*Measured on {'; '.join(names)} as well.*"
     return f"**{_machine(record)}**\n\n{text}\n\n{note}"
 
@@ -60,12 +47,11 @@ def body(name: str, rows: list[Row], others: Sequence[list[Row]] = ()) -> str:
 
 def _machine(record: Mapping[str, Any]) -> str:
     machine = record["machine"]
-    gpu, cores, torch = machine.get("gpu"), f"{machine['cores']} cores", f"torch {machine['torch']}"
-    return ", ".join(part for part in (gpu, machine["cpu"], cores, torch) if part)
+    return f"{records.common_name(machine)}, {machine['cores']} cores, torch {machine['torch']}"
 
 
 def update(text: str, rendered: Mapping[str, str]) -> str:
-    """``text`` with the body of every known marker replaced.
+    """``text`` with the body of every marker replaced, and with the plots of the newest results.
 
     Raises:
         ValueError: a marker names a benchmark of CPUs without a result file.
@@ -78,6 +64,11 @@ def update(text: str, rendered: Mapping[str, str]) -> str:
             raise ValueError(f"no result file for bench:{name}; run `make bench ARGS={name}`")
         return f"<!-- bench:{name} -->\n{body}\n<!-- /bench -->"
 
+    def newest(match: re.Match[str]) -> str:
+        machine = records.load(match.group(1))[0]["machine"]
+        return f"bench/results/{records.machine_name(machine)}/{match.group(1)}.svg"
+
+    text = re.sub(r"bench/results/[^/\s]+/(\S+)\.svg", newest, text)
     return re.sub(r"<!-- bench:(\S+) -->\n.*?<!-- /bench -->", replace, text, flags=re.DOTALL)
 
 

@@ -1,77 +1,93 @@
-"""README's tables: what is won, and what is lost, beside what a user would pick instead."""
+"""README's tables: what is won, and what is not, beside what a user would pick instead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench import records
-from bench.report.tables import duration, markdown
+from bench.report.tables import between, duration, markdown
 
 
 class Line(NamedTuple):
-    """A row of a table.
-
-    Attributes:
-        work: what is done.
-        name: the benchmark, whose result files of all machines are taken.
-        where: fields of the result files' rows of this work, or several values of one; the ranges
-            are over all its cases.
-        ours: the candidate that is this package.
-        instead: the candidates beside it, and what the table calls them.
-    """
+    """What is measured: a row of a table for each peer."""
 
     work: str
-    name: str
-    where: Mapping[str, Any]
-    ours: str
-    instead: Mapping[str, str]
+    name: str  # Of the benchmark.
+    where: Mapping[str, Any]  # Fields of the rows of this work in result files.
+    ours: str  # The candidate that is this package.
+    instead: Mapping[str, Sequence[str]]  # By peer: its candidates, of which the fastest counts.
 
 
-LLAMA = {"case": ("float32", "bfloat16")}
-DIRECT = {"part": "sizes", "size": 65536, "type": "float32"}
-TWO = {"two threads": "two threads"}
-DIRECT_PEERS = ("MPICH", "Open MPI", "Intel MPI", "DeepSpeed")
-WINS = [
-    Line("tokens/s of a 110 M Llama, 2 ranks",
-         "decode", LLAMA, "pipekernels",
-         {**TWO, "transformers, Gloo": "transformers' own plan on Gloo"}),
-    Line("the same, transformers' own plan on this backend",
-         "decode", LLAMA, "transformers, backend pipekernels", {"transformers, Gloo": "on Gloo"}),
-    Line("an MLP on 16 rows, 2 ranks",
-         "tensor_parallel", {"case": "16 rows, forward"}, "pipekernels",
-         {**TWO, "DTensor, Gloo": "DTensor on Gloo"}),
-    Line("`dist.all_reduce` of 64 KiB, 2 ranks",
-         "torch_distributed", {"case": "all_reduce, 64 KiB"}, "pipekernels", {"Gloo": "Gloo"}),
-    Line("a direct all-reduce of 64 KiB, 2 ranks",
-         "collectives", DIRECT, "ordinary", {name: name for name in DIRECT_PEERS}),
-    Line("a DDP step of a 3 M GPT, 2 ranks", "ddp", {}, "DDP, pipekernels", {"DDP, Gloo": "Gloo"}),
+TWO = {"two threads": ["two threads"]}
+MPI = "the fastest MPI"
+OTHERS = {"DeepSpeed": ["DeepSpeed"], MPI: ["MPICH", "Open MPI", "Intel MPI"]}
+SUM = {"part": "sizes", "type": "float32"}
+DECODERS = {
+    "llama.cpp": ["llama.cpp, f32", "llama.cpp, bf16"],
+    "CTranslate2": ["CTranslate2, float32"],
+}
+DIRECT = Line("all-reduce of 64 KiB", "collectives", SUM | {"size": 65536}, "ordinary", OTHERS)
+LINES = [
+    DIRECT,
+    Line("all-reduce of 4 MiB", "collectives", SUM | {"size": 1 << 22}, "ordinary", OTHERS),
+    Line("all-reduce of 4 KiB, 8 ranks", "collectives", {"part": "crowded"}, "ordinary",
+         {MPI: OTHERS[MPI]}),
+    Line("`dist.all_reduce` of 64 KiB", "torch_distributed", {"case": "all_reduce, 64 KiB"},
+         "pipekernels", {"Gloo": ["Gloo"]}),
+    *(Line(f"DDP step of a 3 M GPT, {case}", "ddp", {"case": case}, "DDP, pipekernels",
+           {"Gloo": ["DDP, Gloo"], "one process of two threads": ["two threads"]})
+      for case in ("4 sequences", "16 sequences")),
+    *(Line(f"tokens/s of a 110 M Llama, {case}", "decode", {"case": case}, "pipekernels",
+           TWO | DECODERS) for case in ("float32", "bfloat16")),
+    *(Line(f"transformers' own plan on this backend, {case}", "decode", {"case": case},
+           "transformers, backend pipekernels", {"the same on Gloo": ["transformers, Gloo"]})
+      for case in ("float32", "bfloat16")),
+    Line("MLP on 16 rows", "tensor_parallel", {"case": "16 rows, forward"}, "pipekernels",
+         TWO | {"DTensor on Gloo": ["DTensor, Gloo"]}),
+    *(Line(f"memory of a GPT's step, 2 stages, 1F1B, {count} micro-batches", "memory",
+           {"case": f"gpt, {count} chunks"}, "1f1b", {"gradient accumulation": ["accumulated"]})
+      for count in (4, 8)),
+    Line("training step of a GPT, 2 stages", "timeline", {}, "pipekernels", TWO),
+    *(Line(f"forward and backward of 8 {case} layers, 2 stages", "pipe", {"case": case},
+           "pipekernels", TWO) for case in ("wide", "narrow")),
 ]  # fmt: skip
-LOSSES = [
-    Line("peak memory of a GPT's training step, 2 stages in a process, 1F1B", "memory", {}, "1f1b",
-         {"accumulated": "gradient accumulation over the same micro-batches",
-          "unpiped": "the whole batch at once"}),
-    Line("a training step of a GPT, 2 stages", "timeline", {}, "pipekernels", TWO),
-    Line("forward and backward of 8 wide layers, 2 stages",
-         "pipe", {"case": "wide"}, "pipekernels", TWO),
-    Line("the same of narrow layers", "pipe", {"case": "narrow"}, "pipekernels", TWO),
-    Line("a DDP step of a 3 M GPT, 2 ranks", "ddp", {}, "DDP, pipekernels",
-         {"two threads": "one process of two threads"}),
-]  # fmt: skip
 
 
-def table(lines: Iterable[Line]) -> str:
-    """The lines as a table; a benchmark without a result file has no row yet."""
-    rows = []
-    for line in lines:
-        found = [each for each in records.load(line.name) if medians(each, line)]
-        if found:
-            text = "; ".join(
-                f"{label} {between(ratios(found, line, name))}"
-                for name, label in line.instead.items()
-            )
-            rows.append([line.work, text, ", ".join(map(_link, found))])
-    return markdown(["work", "ratio over", "machines"], rows)
+def table(*, won: bool) -> str:
+    """What is ahead of a peer on every machine, or all else, in two digits; a peer that no result
+    file has has no row yet."""
+    rows: list[tuple[list[str], dict[str, str]]] = []
+    for line in LINES:
+        for peer, candidates in line.instead.items():
+            ratios = {
+                records.common_name(record["machine"]): (digits(theirs / ours), record)
+                for record in records.load(line.name)
+                for ours, theirs in medians(record, line, candidates)
+            }
+            if ratios and won == all(float(text) > 1 for text, _ in ratios.values()):
+                cells = {name: f"[{text}]({_path(of)})" for name, (text, of) in ratios.items()}
+                rows.append(([line.work, peer], cells))
+    names = dict.fromkeys(name for _, cells in rows for name in cells)
+    lines = [[*told, *(cells.get(name, "") for name in names)] for told, cells in rows]
+    return markdown(["work", "over", *names], lines)
+
+
+def first() -> str:
+    """The sentence that README begins with."""
+    found = {
+        peer: [pair for each in records.load(DIRECT.name) for pair in medians(each, DIRECT, names)]
+        for peer, names in OTHERS.items()
+    }
+    ours = between([own * 1e6 for own, _ in found[MPI]], digits)
+    theirs = (
+        f"{peer} {between([other * 1e6 for _, other in pairs], digits)} us"
+        for peer, pairs in found.items()
+    )
+    return (
+        f"**All-reduce of 64 KiB between two processes: {ours} us ({', '.join(theirs)}).** "
+        "pipekernels is tensor and pipeline parallelism for PyTorch, over kernels of its own."
+    )
 
 
 def killed() -> str:
@@ -80,54 +96,39 @@ def killed() -> str:
     rows = [row for record in found for row in record["rows"] if "killed" in row["trial"]]
     low, high = (duration(end(row["max"] for row in rows)) for end in (min, max))
     runs = min(row["runs"] for row in rows)
-    files = ", ".join(map(_link, found))
+    files = ", ".join(f"[{records.common_name(each['machine'])}]({_path(each)})" for each in found)
     return (
         f"A rank that is killed is named in an error on all others. The slowest of {runs} such "
         f"errors came after {low} to {high}, depending on the machine ({files})."
     )
 
 
-def _link(record: Mapping[str, Any]) -> str:
-    machine = records.machine_name(record["machine"])
-    short = machine.removesuffix("-2c").replace("-family", "").replace("-model-", "-")
-    for vendor, name in (("amd-epyc-", "EPYC "), ("intel-r-xeon-r-processor", "Xeon")):
-        short = short.replace(vendor, name)
-    short = short.replace("Xeon-", "Xeon ")
-    return f"[{short}](bench/results/{machine}/{record['name']}.json)"
+def _path(record: Mapping[str, Any]) -> str:
+    return f"bench/results/{records.machine_name(record['machine'])}/{record['name']}.json"
 
 
-def between(figures: list[float]) -> str:
-    """The range of ratios in two decimals; one, if they are the same."""
-    low, high = f"{min(figures):.2f}", f"{max(figures):.2f}"
-    return low if low == high else f"{low} to {high}"
+def digits(figure: float) -> str:
+    """Two significant digits, or a whole number."""
+    return f"{figure:.0f}" if figure >= 9.95 else f"{figure:#.2g}"
 
 
-def ratios(found: Iterable[Mapping[str, Any]], line: Line, name: str) -> list[float]:
-    """What ``name`` takes over what ours takes, in all cases on all machines that have both."""
-    return [
-        each[name] / each[line.ours]
-        for record in found
-        for each in medians(record, line)
-        if name in each
-    ]
-
-
-def medians(record: Mapping[str, Any], line: Line) -> list[dict[str, float]]:
-    """The medians of a result file's rows of this work, by candidate: one dict for each case that
-    has ours and another."""
-    cases: dict[Any, dict[str, float]] = {}
-    for row in record["rows"]:
-        fits = all(
-            row.get(key) in value if isinstance(value, tuple) else row.get(key) == value
-            for key, value in line.where.items()
-        )
-        if fits and row["candidate"] in {line.ours, *line.instead}:
-            cases.setdefault(row.get("case"), {})[row["candidate"]] = row["median"]
-    return [each for each in cases.values() if line.ours in each and len(each) > 1]
+def medians(
+    record: Mapping[str, Any], line: Line, candidates: Iterable[str]
+) -> list[tuple[float, float]]:
+    """Our median of this work in a result file, and that of the fastest of ``candidates``, if it
+    has both."""
+    found = {
+        row["candidate"]: row["median"]
+        for row in record["rows"]
+        if all(row.get(key) == value for key, value in line.where.items())
+    }
+    theirs = [found[name] for name in candidates if name in found]
+    return [(found[line.ours], min(theirs))] if theirs and line.ours in found else []
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "wins": lambda: table(WINS),
-    "losses": lambda: table(LOSSES),
+    "first": first,
+    "wins": lambda: table(won=True),
+    "losses": lambda: table(won=False),
     "killed": killed,
 }

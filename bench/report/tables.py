@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import records
 from bench.harness import Row
 
 FORMATS = {"of bound": ".0%", "hidden": ".0%", "GB/s": ".0f"} | dict.fromkeys(
@@ -40,16 +41,9 @@ def microseconds(figures: Mapping[str, float] | None) -> str:
     return "" if figures is None else f"{figures['median'] * 1e6:.2f}"
 
 
-def spread(figures: Mapping[str, float], text: Any = duration) -> str:
-    """From the 10th percentile to the 90th of a :func:`bench.harness.summary`, if there are any."""
-    if "p10" not in figures:
-        return ""
-    return f"{text(figures['p10'])} to {text(figures['p90'])}"
-
-
-def between(figures: Sequence[float], digits: str = ".2f") -> str:
+def between(figures: Sequence[float], text: Callable[[float], str] = "{:.2f}".format) -> str:
     """The range of ``figures``; nothing of fewer than two."""
-    return f"{min(figures):{digits}} to {max(figures):{digits}}" if len(figures) > 1 else ""
+    return f"{text(min(figures))} to {text(max(figures))}" if len(figures) > 1 else ""
 
 
 def speed_ups(rows: Sequence[Row], base: str | Sequence[str]) -> dict[tuple[Any, ...], float]:
@@ -83,37 +77,32 @@ def table(
         rows: of the machine that the table is about.
         others: of other machines: the table has the range of each ratio over all.
         base: the candidate that the others are compared with; or several, of which each case has
-            one. If no other machine has it, ranges are those of ratios to the first candidate.
+            one.
         unit: of the figures, unless a row has its own: ``'seconds'`` or ``'bytes'``.
         columns: further fields of rows to show.
         wide: a row per case, and a column per candidate with its median and ratio; no ranges.
     """
     measured = [row for row in rows if "median" in row]
     ratios, machines = speed_ups(rows, base), [speed_ups(each, base) for each in (rows, *others)]
-    common = base
-    if others and sum(map(bool, machines)) < 2:
-        common = next((row["candidate"] for row in measured), base)
-        machines = [speed_ups(each, common) for each in (rows, *others)]
-    header = ["case", "candidate", "median", "p10 to p90", "BASE / it"]
-    count = sum(map(bool, machines))
-    header += [(common != base) * f"{common} / it, " + f"on {count} machines", *columns]
+    header = ["case", "candidate", "median", "BASE / it"]
+    header += [f"on {sum(map(bool, machines))} machines", *columns]
     parts: dict[str, list[list[str]]] = {}
     for row in measured:
         text = duration if row.get("unit", unit) == "seconds" else size
         key = row.get("part"), row["case"], row["candidate"]
-        line = [*key[1:], text(row["median"]), spread(row, text)]
+        line = [*key[1:], text(row["median"])]
         line.append(f"{ratios[key]:.2f}" if key in ratios else "")
         found = [each[key] for each in machines if key in each]
-        line.append("" if row["candidate"] == common else between(found))
+        line.append("" if row["candidate"] == base else between(found))
         line += [f"{row[name]:{FORMATS.get(name, '')}}" if name in row else "" for name in columns]
         parts.setdefault(row.get("part", ""), []).append(line)
     texts, bases = [], [base] if isinstance(base, str) else base
     for part, lines in parts.items():
-        kept = [i for i in range(len(header)) if i < 4 or any(line[i] for line in lines)]
-        header[4] = f"{next((line[1] for line in lines if line[1] in bases), '')} / it"
+        kept = [i for i in range(len(header)) if i < 3 or any(line[i] for line in lines)]
+        header[3] = f"{next((line[1] for line in lines if line[1] in bases), '')} / it"
         body = markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
         if wide:
-            body = by_case(lines, f"case; in brackets {header[4]}")
+            body = by_case(lines, f"case; in brackets {header[3]}")
         texts += [f"**{part}**", body, *means(part, ratios)] if part else [body]
     return "\n\n".join([*texts, *(row["note"] for row in rows if "note" in row)]) + errors(rows)
 
@@ -121,7 +110,7 @@ def table(
 def by_case(lines: Sequence[list[str]], title: str) -> str:
     """The lines of a table, with a row per case and a column per candidate."""
     names = list(dict.fromkeys(line[1] for line in lines))
-    cells = {(line[0], line[1]): line[2] + f" ({line[4]})" * bool(line[4]) for line in lines}
+    cells = {(line[0], line[1]): line[2] + f" ({line[3]})" * bool(line[3]) for line in lines}
     cases = dict.fromkeys(line[0] for line in lines)
     told = [[case, *(cells.get((case, name), "") for name in names)] for case in cases]
     return markdown([title, *names], told)
@@ -152,9 +141,11 @@ def errors(rows: Sequence[Row]) -> str:
 
 
 @contextlib.contextmanager
-def svg(path: Path, count: int = 1, *, width: float = 5.5, height: float = 4.5) -> Iterator[Any]:
-    """``count`` axes side by side, of ``width x height`` inches each, written to an SVG file that
-    is identical for the same data."""
+def svg(
+    path: Path, count: int = 1, *, width: float = 5.5, height: float = 4.5, share: bool = True
+) -> Iterator[Any]:
+    """``count`` axes side by side, of ``width x height`` inches each, under the name of the machine
+    of the result file beside ``path``, an SVG file that is identical for the same data."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -162,8 +153,10 @@ def svg(path: Path, count: int = 1, *, width: float = 5.5, height: float = 4.5) 
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
-        1, count, figsize=(width * count, height), sharey=True, squeeze=False
+        1, count, figsize=(width * count, height), sharey=share, squeeze=False
     )
+    record = records.read(path.with_suffix(".json"))
+    figure.suptitle(f"{records.common_name(record['machine'])}, {record['machine']['cores']} cores")
     yield axes[0]
     for axis in axes[0]:
         axis.grid(alpha=0.3)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from bench import __main__ as bench
-from bench import collectives, harness, registry
+from bench import collectives, harness, records, registry
 from bench.harness import Options, Turns
 from bench.peers import groups
 from bench.pipeline import pipe
-from bench.report import pages
+from bench.report import pages, summary
 
 pytestmark = pytest.mark.project
 
@@ -79,6 +79,39 @@ def test_pages_are_those_of_the_result_files() -> None:
     assert not [page for page, text in pages.rewritten().items() if page.read_text() != text]
 
 
+def test_results_of_uncommitted_changes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    (tmp_path / "here").mkdir()
+    record = {"commit": "abc", "date": "today", "machine": {"cpu": "Z80", "cores": 1}, "rows": []}
+    path = tmp_path / "here" / "pipe.json"
+    path.write_text(records.text_of(record))
+    assert records.load("pipe") == [record]
+    path.write_text(records.text_of(record | {"commit": "abc+changes"}))
+    with pytest.raises(ValueError, match=r"z80-1c/pipe.json is of abc\+changes"):
+        records.load("pipe")
+
+
+def test_a_win_is_ahead_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(cpu: str, two_threads: float) -> dict[str, Any]:
+        seconds = {"pipekernels": 1.0, "two threads": two_threads}
+        rows = [{"candidate": name, "median": median} for name, median in seconds.items()]
+        return {"name": "timeline", "machine": {"cpu": cpu, "cores": 1}, "rows": rows}
+
+    for slower, other, cells in ((2.0, 1.06, "2.0 1.1"), (9.97, 1.04, "10 1.0")):
+        found = {"timeline": [record("Z80", slower), record("6502", other)]}
+        monkeypatch.setattr(records, "load", lambda name, found=found: found.get(name, []))
+        tables = {won: summary.table(won=won).splitlines()[2:] for won in (True, False)}
+        (line,) = tables[cells == "2.0 1.1"]
+        links = " | ".join(
+            f"[{text}](bench/results/{folder}/timeline.json)"
+            for text, folder in zip(cells.split(), ("z80-1c", "6502-1c"), strict=True)
+        )
+        assert line == f"| training step of a GPT, 2 stages | two threads | {links} |"
+        assert not tables[cells != "2.0 1.1"]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [name for name in registry.CPU if name != "collectives"])
@@ -109,7 +142,7 @@ def test_collectives_are_checked_and_what_fails_is_left_out(
         found = [row for rows in collectives.by_size(session, plan, quick=True) for row in rows]
         assert {row["candidate"] for row in found} == set(plan[cases[0]])
         assert {row["wrong"] for row in found} == {0}
-        assert "| 65536 | 16384 | float32 | sum | " in pages.body("collectives", found)
+        assert "| 65536 | float32 | " in pages.body("collectives", found)
         for pid in [answer["pid"] for answer in session["Gloo"][0].call("describe")]:
             os.kill(pid, 9)
         found = [row for rows in collectives.by_size(session, plan, quick=True) for row in rows]
