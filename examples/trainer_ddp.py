@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/trainer_ddp.py
 
+or ``accelerate launch --multi_gpu --num_processes 2``, which starts as many processes without GPUs.
 Both take the process group that they find; by name they know no such backend. Prints which backend
 they use, and the loss.
 """

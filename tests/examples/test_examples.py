@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.programs import run_program
+from support.programs import python, run_program
 from torch.torch_version import TorchVersion
 
 ROOT = Path(__file__).parents[2]
@@ -88,8 +88,10 @@ def test_train_pipeline_tensor_as_a_user_starts_it() -> None:
 
 
 @needs_the_backend
-def test_ddp() -> None:
-    assert_losses_fall(run("ddp.py", "--steps", "5"))
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ddp(ranks: int) -> None:
+    program = ROOT / "examples" / "ddp.py"
+    assert_losses_fall(run_program(program, "--steps", "5", folder=ROOT, ranks=ranks))
 
 
 @pytest.mark.full
@@ -146,10 +148,16 @@ def test_tp_plan() -> None:
 
 @needs_the_backend
 @pytest.mark.full
-def test_trainer_ddp() -> None:
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_trainer_ddp(launcher: str) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    printed = run("trainer_ddp.py", "--steps", "3")
+    if launcher == "torchrun":
+        printed = run("trainer_ddp.py", "--steps", "3")
+    else:
+        launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2"]
+        launch += ["--multi_gpu", "examples/trainer_ddp.py", "--steps", "3"]
+        printed = python(*launch, cwd=ROOT).stdout
     assert "Trainer: DistributedDataParallel on pipekernels, 2 ranks" in printed
     assert "accelerate: DistributedDataParallel, averaged gradients [1.0]" in printed
 
