@@ -20,15 +20,17 @@ PAGE = (ROOT / "README.md").read_text()
 # What a user pastes: a file written by the shell, and the command that runs it.
 PASTED = re.findall(r"^cat > (\w+\.py) <<'END'\n(.*?)^END\n(.*?)$", PAGE, re.MULTILINE | re.DOTALL)
 PROGRAMS = {file: program for file, program, _ in PASTED}
+SHOWN = re.findall(r"^```text\n(.*)\n```$", PAGE, re.MULTILINE)  # What they print, in this order.
 RANKS = 2
 
 
 def test_each_program_is_run_by_the_command_after_it() -> None:
     assert {file: command for file, _, command in PASTED} == {
-        "pipe.py": "python pipe.py",
-        "generate.py": f"torchrun --nproc-per-node={RANKS} generate.py",
         "ddp.py": f"torchrun --nproc-per-node={RANKS} ddp.py",
+        "generate.py": f"torchrun --nproc-per-node={RANKS} generate.py",
+        "pipe.py": "python pipe.py",
     }
+    assert len(SHOWN) == len(PASTED)
 
 
 def test_the_number_of_families_is_that_of_their_page() -> None:
@@ -39,7 +41,7 @@ def test_the_number_of_families_is_that_of_their_page() -> None:
 def test_the_pipe_has_loss_and_gradients_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     exec(PROGRAMS["pipe.py"], names)  # noqa: S102
-    assert "loss of the pipe: " in capsys.readouterr().out
+    assert capsys.readouterr().out == f"{SHOWN[2]}\n"
     assert isinstance(names["pipe"], Pipe) and names["pipe"].balance == [2, 2]
     model, x, target = (names[name] for name in ("model", "x", "target"))
     gradients = [p.grad for p in model.parameters()]
@@ -54,14 +56,12 @@ def test_the_pipe_has_loss_and_gradients_of_the_model(capsys: pytest.CaptureFixt
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "printed"),
-    [("generate.py", r"tokens: \[\[1, 2, 3(, \d+){16}\]\]"), ("ddp.py", r"loss of rank 0: \d.*")],
-)
-def test_programs_of_ranks_print_on_rank_0_alone(file: str, printed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("file", "shown"), [*zip(PROGRAMS, SHOWN, strict=True)][:2])
+def test_programs_of_ranks_print_on_rank_0_alone(file: str, shown: str, tmp_path: Path) -> None:
     if "transformers" in PROGRAMS[file]:
         pytest.importorskip("transformers")
     path = tmp_path / file
     path.write_text(PROGRAMS[file])
     lines = run_program(path, folder=tmp_path, ranks=RANKS).splitlines()
-    assert len([line for line in lines if re.fullmatch(printed, line)]) == 1, lines
+    of_any_values = re.sub(r"(\\\.)?\d+", r"[\\d.]+", re.escape(shown))  # Torch's versions differ.
+    assert len([line for line in lines if re.fullmatch(of_any_values, line)]) == 1, lines
