@@ -49,7 +49,7 @@ def tensor_parallelize(
             ``"auto"``: the plan that the model carries, or one of ours, or one derived from a small
             copy of it (:doc:`/guides/transformers`); it divides head counts as well.
             :func:`plan_for` shows it.
-        comm: ``None`` for a new one, of :meth:`Communicator.from_process_group`.
+        comm: ``None`` for a new one, of :meth:`pipekernels.Communicator.from_process_group`.
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
             (:mod:`pipekernels.tensor_parallel.arithmetic`). ``"auto"`` leaves an embedding and a
             head whole whose vocabulary is not a multiple of 64.
