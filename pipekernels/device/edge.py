@@ -23,7 +23,7 @@ calling thread waits only where the CPU is to read received values, or to write 
 extension, or pinned memory of the caller) that a copy still reads.
 
 CUDA graphs cannot hold copies: :meth:`Edge.send` and ``Arrival.wait`` raise on a stream that is
-being captured. What such a stream would have to wait for, or be waited for, is kept until later.
+being captured. Dependencies with such a stream are recorded and applied later.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def adapt_accelerator(accelerator: Any, model: nn.Module) -> None:
     ``save_state`` and ``load_state`` raise: they would give all ranks the shards of one.
 
     Args:
-        accelerator: of accelerate 1.15 or the like.
+        accelerator: as accelerate 1.15 has it.
         model: after ``tensor_parallelize``.
 
     Raises:

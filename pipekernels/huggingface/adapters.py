@@ -27,13 +27,13 @@ from pipekernels.tensor_parallel.sharded import sharded_layers
 def add_adapters(model: nn.Module, config: Any, adapter_name: str = "default") -> Any:
     """``peft.get_peft_model`` for a model that ``tensor_parallelize`` has sharded.
 
-    A collective: all ranks get the first factors that rank 0 draws. The result is the ``PeftModel``
-    of sharding a model with adapters.
+    A collective: all ranks get the first factors that rank 0 draws. The result is a ``PeftModel``,
+    the same as if a model with adapters had been sharded.
 
     Args:
         model: with sharded layers.
         config: a ``LoraConfig`` of peft.
-        adapter_name: of the adapter.
+        adapter_name: the adapter's.
 
     Raises:
         ValueError: an adapter reads the whole weight (DoRA, PiSSA and the like). The model then has

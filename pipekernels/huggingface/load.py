@@ -29,16 +29,16 @@ _FLOATS = ("F64", "F32", "F16", "BF16")  # Of these, a conversion is a value of 
 def load_pretrained(
     model: nn.Module, folder: str | Path, device: torch.device | str = "cpu"
 ) -> None:
-    """Load what ``save_pretrained`` of transformers has written, in place. Each rank reads its
+    """Load files that ``save_pretrained`` of transformers wrote, in place. Each rank reads its
     slices of sharded layers, so no rank ever holds the whole model (:doc:`/guides/transformers`).
     Not a collective.
 
     Args:
         model: a model of transformers or any other module whose state dict has the files' names.
-            Parameters and buffers may be on the meta device. Values get their dtypes.
+            Parameters and buffers may be on the meta device. They keep their dtypes.
         folder: has ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
             names.
-        device: for what is on the meta device; the rest stays where it is.
+        device: where to put what is on the meta device; the rest stays where it is.
 
     Raises:
         FileNotFoundError: there is none of these files, or one that the index names is missing.

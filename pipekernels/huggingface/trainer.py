@@ -27,7 +27,7 @@ class TrainerMixin:
 
     All ranks get the same batches, of ``per_device_train_batch_size`` samples, and clip by the norm
     of the full gradients. Checkpoints are those of one process, with full weights and optimizer
-    state: training goes on from them on any number of ranks, and with ``Trainer`` alone.
+    state: training resumes from them on any number of ranks, and with ``Trainer`` alone.
 
     Raises:
         TypeError: the class has no ``Trainer`` as a later base, or one without a method that this

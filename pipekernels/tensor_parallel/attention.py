@@ -117,7 +117,7 @@ class ParallelMultiheadAttention(ShardedLayer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As that of ``nn.MultiheadAttention``; ``attn_mask`` has all heads, if it has heads."""
+        """As in ``nn.MultiheadAttention``; an ``attn_mask`` by head has the heads of all ranks."""
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask, which is missing; pass it")
         is_batched = query.dim() == 3

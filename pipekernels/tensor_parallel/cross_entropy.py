@@ -28,7 +28,7 @@ def vocab_parallel_cross_entropy(
     gathered: no rank holds the logits of all classes. After Shoeybi et al., "Megatron-LM" (2019).
 
     The ranks exchange three numbers per row in the forward and none in the backward. 16-bit logits
-    are computed with in float32, as autocast does; the loss has that dtype.
+    are widened to float32, as under autocast, which is the dtype of the loss.
 
     Args:
         logits: ``[..., shard_sizes(num_classes, world_size)[rank]]``, a floating-point dtype.

@@ -85,7 +85,7 @@ class ParallelExperts(ShardedLayer):
         ):
             raise ValueError(
                 f"{type(experts).__name__} normalises each expert's output, or takes hidden states "
-                "that are sorted by experts, and cannot be sharded so; leave it whole"
+                "that are sorted by experts, and cannot be sharded that way; leave it whole"
             )
         self._full_shapes = {name: tuple(parameter.shape) for name, parameter in full.items()}
         self.num_experts, *sizes = full["down_proj"].shape

@@ -71,9 +71,9 @@ def shard_sizes(size: int, world_size: int) -> list[int]:
 def shard_spans(size: int, world_size: int, heads: Heads | None = None) -> list[tuple[int, int]]:
     """Where the features that each rank holds lie among all ``size``: start and size, by rank.
 
-    Without ``heads``, sizes are those of :func:`shard_sizes`. Else ranks hold whole groups, each a
-    head of keys with the heads of queries that read it; the first ranks one more. With fewer groups
-    than ranks, several hold a head of keys, and each a part of its queries: on 3 ranks, 14 heads
+    Without ``heads``, sizes are those of :func:`shard_sizes`. Else ranks hold whole groups: a key
+    head and the query heads that read it; the first ranks hold one more. With fewer groups than
+    ranks, several ranks hold one key head, and each a part of its query heads: on 3 ranks, 14 heads
     over 2 are 7, 4 and 3, and their keys, ``(2, 2)``, the first one and twice the second.
 
     Raises:

@@ -294,8 +294,8 @@ class ColumnParallelLinear(ShardedLinear):
         gather_output: return the full output on every rank, instead of this rank's features.
         blocks: sizes of the layers that are fused into this one (``qkv``, ``gate_up_proj``), whose
             sum is ``out_features``: each is sharded by itself.
-        heads: of attention, how many heads the features are of, and how many heads of keys there
-            are: ``(14, 2)`` for queries, ``(2, 2)`` for keys and values. Ranks hold whole heads,
+        heads: the number of attention heads to which the features belong, and that of key heads:
+            ``(14, 2)`` for queries, ``(2, 2)`` for keys and values. Ranks hold whole heads,
             several the same if there are fewer (:doc:`/guides/tensor_parallel` has a table).
         skip_bias_add, invariant, device, dtype: as for :class:`RowParallelLinear`.
 

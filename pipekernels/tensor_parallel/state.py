@@ -32,7 +32,7 @@ def gather_state_dict(module: nn.Module, keep: bool) -> dict[str, Tensor]:
     state = module.state_dict(keep_vars=True)
     if not sharded.keys() <= {value for value in state.values() if isinstance(value, Tensor)}:
         raise RuntimeError(
-            "a hook of state_dict() has put something else in place of parameters of sharded "
+            "a hook of state_dict() has replaced parameters of sharded "
             "layers; remove it, or gather layer by layer, layer.full_state_dict()"
         )
     # Full tensor of each tensor in ``state``; a tensor may have several keys there.
@@ -111,7 +111,7 @@ def load_full_optimizer_state_dict(
         if keys != given and all(isinstance(key, str) for key in keys):
             raise ValueError(
                 f"group {i} of the optimizer has the parameters {', '.join(given)}, but that of "
-                f"the state {', '.join(map(str, keys))}; make it as the one that was saved"
+                f"the state {', '.join(map(str, keys))}; make it like the one that was saved"
             )
         for key, parameter in zip(keys, own["params"], strict=False):
             if key in state_dict["state"]:

@@ -138,7 +138,7 @@ def test_what_experts_do_not_support_is_refused() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(ValueError, match="invariant=True does not support experts"):
             tensor_parallelize(copy.deepcopy(full), EXPERT_PARALLEL, comm, invariant=True)
-        with pytest.raises(ValueError, match="sorted by experts, and cannot be sharded so"):
+        with pytest.raises(ValueError, match="sorted by experts, and cannot be sharded that way"):
             tensor_parallelize(copy.deepcopy(llama), EXPERT_PARALLEL, comm)
         with pytest.raises(TypeError, match="only a module of stacked experts can be made 'exp"):
             tensor_parallelize(copy.deepcopy(full), {"*.gate": "experts"}, comm)

@@ -173,7 +173,7 @@ def test_what_is_not_supported_is_refused_in_words() -> None:
     assert_raises(ValueError, "call tensor_parallelize", quantize_weights, mlp())
     plain = nn.Sequential(nn.Linear(256, 256))
     invariant = tensor_parallelize(plain, {"0": "column"}, comm, invariant=True)
-    message = "'0' is of invariant=True, which does not support int8"
+    message = "'0' has invariant=True, which does not support int8"
     assert_raises(ValueError, message, quantize_weights, invariant)
     model = quantize_weights(tensor_parallelize(mlp(), PLAN, comm))
     x, message = torch.ones(1, 24, requires_grad=True), r"have no gradients; use torch.no_grad\(\)"

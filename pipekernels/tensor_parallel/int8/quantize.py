@@ -28,7 +28,7 @@ def quantize_weights(model: Model) -> Model:
 
     Raises:
         TypeError: a sharded layer has hooks, or a parametrization or a mask.
-        ValueError: there is no sharded linear layer and no experts; a layer is of
+        ValueError: there are no sharded linear layers or experts; a layer has
             ``invariant=True``, or its weights are not finite. The model is then unchanged.
     """
     check_kind("model", model, nn.Module, "an nn.Module")
@@ -47,7 +47,7 @@ def quantize_weights(model: Model) -> Model:
     for layer in layers:
         if layer.invariant:
             raise ValueError(
-                f"{layer._described()} is of invariant=True, which does not support int8 weights: "
+                f"{layer._described()} has invariant=True, which does not support int8 weights: "
                 "its bits are those of products of floats; shard the model without it"
             )
         if is_hooked(layer):

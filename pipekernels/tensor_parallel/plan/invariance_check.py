@@ -18,10 +18,10 @@ from pipekernels.tensor_parallel.sharded import sharded_parameters
 
 
 class Difference(NamedTuple):
-    """Where a model first had other bits than on one rank.
+    """The first place where a model has other bits than on one rank.
 
     Attributes:
-        world_size: of how many ranks.
+        world_size: the number of ranks.
         what: ``'output'`` of a module or ``'gradient'`` of a parameter.
         name: of the module or parameter.
         elements: how many elements differ.
@@ -61,7 +61,7 @@ def check_invariance(
     world_sizes: Sequence[int] = (2, 4),
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Difference | None:
-    """Run ``model`` with ``invariant=True`` on one rank and on others, and compare the bits.
+    """Run ``model`` with ``invariant=True`` on one rank and on several, and compare the bits.
 
     The ranks are threads of this process, each with a copy of the model. Random functions, such as
     dropout, would differ: use ``model.eval()``, or set them to zero.
@@ -70,7 +70,7 @@ def check_invariance(
         model: the full model, on the CPU; it stays as it is.
         inputs: keyword arguments of its forward.
         plan: as for :func:`tensor_parallelize`.
-        world_sizes: to compare with one rank.
+        world_sizes: numbers of ranks to compare with one rank.
         loss: of the output, to compare gradients as well; such as ``lambda output: output.loss``.
 
     Returns:

@@ -38,7 +38,7 @@ def tensor_parallelize(
     A collective: all ranks call it, and compare which layers they shard. Let each column-parallel
     layer feed a row-parallel one: the model's result is then unchanged, at one all-reduce per pair
     in the forward and one in the backward. :doc:`/guides/tensor_parallel` lists the kinds, what
-    modules between the two have to keep to, and what optimizers, DDP and FSDP need.
+    modules between the two must observe, and what optimizers, DDP and FSDP need.
 
     Args:
         model: the full model, perhaps with LoRA adapters of peft (plans then use the names of the
@@ -82,7 +82,7 @@ def tensor_parallelize(
             tensor_unparallelize(model)
             name, error = difference or ("a module on another rank", float("nan"))
             raise ValueError(
-                f"the sharded model is not the whole one: {name!r} is the first module whose "
+                f"the sharded model differs from the whole one: {name!r} is the first module whose "
                 f"output differs, by {error:.2g} of its largest magnitude; leave the modules "
                 "around it whole"
             )
@@ -167,7 +167,7 @@ def _check_ranks_agree(
     digests = comm.all_gather(digest).tolist()
     if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
         raise ValueError(
-            f"ranks {others} are to shard other layers than rank 0: names, kinds or sizes differ; "
+            f"ranks {others} shard other layers than rank 0: names, kinds or sizes differ; "
             "give all ranks the same model and plan"
         )
     firsts = ((name, next(layer.parameters())) for layer, (name, _) in layers.items())

@@ -14,7 +14,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def tensor_unparallelize(model: Model) -> Model:
-    """Put full layers in the places of all sharded ones, in place, with the values of all shards,
+    """Replace all sharded layers by full ones that have the values of all shards, in place,
     and undo what :func:`tensor_parallelize` has changed in other modules.
 
     A collective: all ranks call it, and all get the full model. Make optimizers afterwards: the

@@ -196,7 +196,7 @@ def test_a_bad_plan_is_refused_and_the_model_unchanged() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.pop(1), r"ranks \[1\] are to shard other layers than rank 0: names"),
+        (lambda m: m.pop(1), r"ranks \[1\] shard other layers than rank 0: names"),
         (lambda m: m[2].mlp.update({"up": nn.Linear(FEATURES, 32)}), "kinds or sizes differ"),
         (lambda m: nn.init.ones_(m[1].mlp["down"].weight), "'1.mlp.down' on rank 1 .* seed"),
     ],
