@@ -273,6 +273,12 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     return dist.distributed_c10d._get_process_group_store(group)
 
 
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """Seconds that the backend of ``group`` for tensors on ``device`` waits."""
+    backend = (default_group() if group is None else group)._get_backend(device)
+    return backend.options._timeout.total_seconds()
+
+
 def enclosing_mesh() -> DeviceMesh:
     """The mesh of the innermost ``with mesh:``. RuntimeError if there is none."""
     from torch.distributed.device_mesh import _mesh_resources

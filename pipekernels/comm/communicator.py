@@ -93,7 +93,7 @@ class Communicator(Collectives):
         cls,
         group: dist.ProcessGroup | None = None,
         *,
-        timeout: float = 30.0,
+        timeout: float | None = None,
         device_blocks: int = DEFAULT_BLOCKS,
     ) -> Communicator:
         """A communicator over the ranks of a ``torch.distributed`` group, of one host or several.
@@ -104,7 +104,8 @@ class Communicator(Collectives):
         Args:
             group: the default group if ``None``. Between hosts, it reduces CUDA tensors.
             timeout: seconds that this rank waits for the others, while joining them after the first
-                exchange, and then in each call.
+                exchange, and then in each call. If ``None`` 30, or that of ``group`` where CUDA can
+                be used.
             device_blocks: the most thread blocks of a collective on CUDA, up to 64, the same on all
                 ranks; see :doc:`/guides/cuda`.
 
@@ -113,7 +114,8 @@ class Communicator(Collectives):
                 or reach each other.
             ValueError: this process is not in ``group``, or an argument is not in its range.
         """
-        check_timeout(timeout)
+        if timeout is not None:
+            check_timeout(timeout)
         check_blocks(device_blocks)
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
@@ -122,6 +124,10 @@ class Communicator(Collectives):
             )
         if dist.get_rank(group) < 0:
             raise ValueError("this process is not a member of the group; pass one that it is in")
+        if timeout is None:
+            # Programs on GPUs expect NCCL's patience: one rank may write a checkpoint meanwhile.
+            cuda = torch.cuda.is_available()
+            timeout = messages.timeout_of_group(group) if cuda else 30.0
         return cast("Communicator", cls._join(over_group(group), timeout, device_blocks))
 
     @classmethod

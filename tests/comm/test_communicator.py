@@ -1,6 +1,7 @@
 """Communicators: construction and closing, threads, symmetric tensors."""
 
 import contextlib
+import datetime
 import functools
 import gc
 import os
@@ -152,6 +153,17 @@ def test_communicators_of_subgroups(comm: Communicator, device: torch.device) ->
     for each in comms.values():
         each.close()
     comm.barrier()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "pipekernels"])
+@on_ranks(2)
+def test_where_cuda_can_be_used_the_timeout_is_the_groups(comm: Communicator, backend: str) -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=77), backend=backend)
+    assert Communicator.from_process_group(group).timeout == 30
+    torch.cuda.is_available = lambda: True
+    assert Communicator.from_process_group(group).timeout == 77
+    assert Communicator.from_process_group(group).split(0).timeout == 77
+    assert Communicator.from_process_group(group, timeout=5).timeout == 5
 
 
 def fail_to_join() -> str:
