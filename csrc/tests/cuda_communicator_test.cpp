@@ -43,6 +43,18 @@ void use_everything(Communicator& core) {
   CHECK(has(thrown<std::runtime_error>([&] { rank.cuda.check(); }), "has been closed"));
 }
 
+// A stream may get the handle of one that was destroyed while a collective ran in it.
+void use_a_new_stream(Communicator& core) {
+  Rank rank(core);
+  std::vector<float> data(1000, rank.number() + 1.0f);
+  if (rank.number() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  rank.all_reduce(data.data(), data.size());
+  rank.stream->make_anew();
+  rank.all_reduce(data.data(), data.size());
+  rank.cuda.synchronize();
+  CHECK(all_are(data.data(), data.size(), 2 * rank.sum()));
+}
+
 // Communicators may have fewer blocks, and then run at the same time.
 void use_few_blocks(Communicator& core) {
   Rank rank(core);
@@ -431,6 +443,7 @@ void test_processes() {
   run_processes(2, [&](Communicator& core) { replay_too_early(core, replayed); });
   run_processes(2, fail_set_up);
   run_processes(2, use_few_blocks);
+  run_processes(2, use_a_new_stream);
   for (const int n : {1, 2, 3}) run_processes_twice(n, share_heap);
   run_processes_twice(2, take_little_memory);
   for (const int n : {1, 2, 3}) run_processes_twice(n, grow);

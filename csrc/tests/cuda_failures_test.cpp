@@ -139,6 +139,15 @@ void keep_mapped_memory(Communicator& core, const SharedCounter& closed) {
   CHECK(memory.size() == 1 && memory.count(next.base()) == 1);
 }
 
+// A process that this one may not signal lives as well as any.
+void be_mapped_by_another_user(Communicator& core) {
+  const DeviceMemory memory(0, 4096, core.segment(), 1);
+  if (geteuid() == 0) CHECK(setuid(65534) == 0);
+  CHECK(!memory.is_mapped());
+  core.segment()->state(0).device_mapper.store(1);  // Of the superuser, or of this container.
+  CHECK(memory.is_mapped());
+}
+
 // Forks while another thread, which the child does not have, is in a call.
 void fork_a_child(Communicator& core, const SharedCounter& forked) {
   auto rank = std::make_unique<Rank>(core);
@@ -177,6 +186,7 @@ void test_processes() {
   }
   const SharedCounter closed;
   run_processes(2, [&](Communicator& core) { keep_mapped_memory(core, closed); });
+  run_processes(1, be_mapped_by_another_user);
   const SharedCounter forked;
   run_processes(2, [&](Communicator& core) { fork_a_child(core, forked); });
 }

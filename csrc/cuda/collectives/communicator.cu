@@ -74,7 +74,6 @@ struct CudaCommunicator::SetupMessage {
 
 struct CudaCommunicator::Events {
   cudaEvent_t last = nullptr;  // The end of the last collective that was not captured.
-  void* stream = nullptr;      // The stream of that collective.
   bool recorded = false;
   ~Events() {
     if (last) cudaEventDestroy(last);
@@ -351,9 +350,10 @@ void CudaCommunicator::launch(const void* kernel, const DeviceLaunch& launch,
 
 void CudaCommunicator::enqueue(const void* kernel, const DeviceLaunch& launch, void* stream) {
   const DeviceGuard guard(device_);
-  // Only its graph orders a captured launch.
+  // Only its graph orders a captured launch. The others wait for the event in the same stream too:
+  // an equal handle may be that of another stream, made after the first was destroyed.
   const bool captured = is_capturing(stream);
-  if (!captured && events_->recorded && events_->stream != stream) {
+  if (!captured && events_->recorded) {
     check_cuda(cudaStreamWaitEvent(stream_of(stream), events_->last, 0), "cudaStreamWaitEvent");
   }
   void* arguments[] = {const_cast<DeviceLaunch*>(&launch)};
@@ -370,7 +370,6 @@ void CudaCommunicator::record(void* stream) {
   if (is_capturing(stream)) return;
   const DeviceGuard guard(device_);
   check_cuda(cudaEventRecord(events_->last, stream_of(stream)), "cudaEventRecord");
-  events_->stream = stream;
   events_->recorded = true;
 }
 

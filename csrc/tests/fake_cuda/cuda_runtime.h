@@ -100,13 +100,22 @@ class Queue {
 class Stream {
  public:
   Stream(std::shared_ptr<Queue> queue, int device) : device(device), queue_(std::move(queue)) {}
-  ~Stream() { drain(); }
+  ~Stream() {
+    drain();
+    if (former_.first) former_.first->push([kernel = former_.second] { finish(*kernel); });
+  }
 
   void push(Task task) {
-    queue_->push([this, task = std::move(task)] {
-      finish_kernel();
+    queue_->push([kernel = kernel_, task = std::move(task)] {
+      finish(*kernel);
       task();
     });
+  }
+  // As if it were destroyed, and another one made that gets its handle. Its work goes on.
+  void make_anew() {
+    former_ = {std::move(queue_), std::move(kernel_)};
+    queue_ = std::make_shared<Queue>();
+    kernel_ = std::make_shared<std::thread>();
   }
   void drain() {
     const auto end = std::make_shared<Mark>();
@@ -124,9 +133,9 @@ class Stream {
     if (capturing_) {
       captured_.push_back(std::move(kernel));
     } else {
-      queue_->push([this, kernel = std::move(kernel)] {
-        finish_kernel();
-        kernel_ = std::thread(kernel);
+      queue_->push([running = kernel_, kernel = std::move(kernel)] {
+        finish(*running);
+        *running = std::thread(kernel);
       });
     }
   }
@@ -135,12 +144,14 @@ class Stream {
   Clock clock;  // Of what has been issued; see clocks.h.
 
  private:
-  void finish_kernel() {
-    if (kernel_.joinable()) kernel_.join();
+  static void finish(std::thread& kernel) {
+    if (kernel.joinable()) kernel.join();
   }
 
-  const std::shared_ptr<Queue> queue_;
-  std::thread kernel_;  // The last kernel; only accessed in the queue's thread.
+  std::shared_ptr<Queue> queue_;
+  // The last kernel; only accessed in the queue's thread.
+  std::shared_ptr<std::thread> kernel_ = std::make_shared<std::thread>();
+  std::pair<std::shared_ptr<Queue>, std::shared_ptr<std::thread>> former_;
   std::atomic<bool> capturing_{false};
   std::vector<Task> captured_;
 };
