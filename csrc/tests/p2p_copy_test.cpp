@@ -81,6 +81,9 @@ class Owner {
   }
 
   void settle() {
+    if (source == kHost) {
+      for (const Sources& each : sources_) each.done.synchronize();
+    }
     let_go_of_sources();
     take_back_buffers();
     take_back_buffers();
@@ -115,11 +118,7 @@ class Owner {
   void let_go_of_sources() {
     for (; !sources_.empty(); sources_.pop_front()) {
       const Sources& first = sources_.front();
-      if (source == kHost) {
-        first.done.synchronize();
-      } else if (!first.done.wait(source, first.origin)) {
-        return;
-      }
+      if (!(source == kHost ? first.done.is_done() : first.done.wait(source, first.origin))) return;
     }
   }
 

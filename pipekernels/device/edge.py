@@ -7,8 +7,8 @@ streams is 0, and so is the CPU's. This module says who owns which memory, and f
 
 *Sources* were allocated on the source's computing stream. The edge refers to them until the next
 copy is sent; then it makes that stream wait for the copy, and drops them. So one source can be read
-while the next one is computed. CPU memory is read in place only if it is pinned; then the calling
-thread waits instead of a stream.
+while the next one is computed. CPU memory is read in place only if it is pinned; then the edge
+refers to it until the copy is done.
 
 *Received buffers* are allocated on the copies' own stream, so that a copy never waits for the
 target's computation. Layers may keep them for the backward, so the edge keeps a reference to the
@@ -149,8 +149,8 @@ class Edge:
 
         Args:
             tensors: on the source; any strides, which copies of dense tensors share.
-            snapshot: whether the caller may overwrite them before :meth:`settle` is called. If so,
-                they are first copied on the source, or the thread waits for those in pinned memory.
+            snapshot: whether the caller may overwrite those on a CUDA device before :meth:`settle`
+                is called, for which they are first copied there. Pinned memory is read until then.
 
         Returns:
             The copies, detached, and the arrival to wait for before they are used.
@@ -188,22 +188,22 @@ class Edge:
             still_reads = self._native.send(
                 done, sources, copies, snapshots, origin, torch.get_num_threads()
             )
-            if self._from < 0:
-                if not still_reads:
-                    self._sources.remove(source)
-                elif snapshot:
-                    self._reclaim()
+            if self._from < 0 and not still_reads:
+                self._sources.remove(source)
         return copies, arrival
 
     def settle(self, *, blocking: bool = True) -> None:
         """Drop all sources, and the received buffers that are no longer used; if not ``blocking``,
         only if no other call on the edge is in progress.
 
-        The streams that computed the sources wait for the copies, so later work on them may
-        overwrite the sources.
+        The streams that computed the sources, or the thread if it is the CPU, wait for the copies,
+        so later work on them may overwrite the sources.
         """
         if self._lock.acquire(blocking):
             try:
+                if self._from < 0:
+                    for source in self._sources:
+                        source.done.synchronize()
                 self._reclaim()
                 self._reclaim()  # The first one has marked buffers.
             finally:
@@ -214,9 +214,8 @@ class Edge:
         marked; mark those that are no longer used since."""
         while self._sources:
             first = self._sources[0]
-            if self._from < 0:
-                first.done.synchronize()
-            elif not first.done.wait(self._from, first.origin):
+            on_host = self._from < 0
+            if not (first.done.is_done() if on_host else first.done.wait(self._from, first.origin)):
                 break
             del self._sources[:1]
         while self._unused:

@@ -30,7 +30,8 @@ def p2p_copy(
     Synchronisation: a copy waits for the work issued so far on the source's current stream, but not
     for the target's. Work issued later on the target's current stream waits for the copy. Work
     issued later on the source's current stream may overwrite the tensor. The calling thread waits
-    for copies to the CPU, and for copies out of pinned memory.
+    for copies to the CPU. A tensor in pinned memory is read until the copy is done, as by
+    ``tensor.to(device, non_blocking=True)``: synchronise before you overwrite it.
 
     Returns:
         The copies, structured like ``tensors``; those from a CUDA device to the CPU are in pinned
@@ -67,10 +68,11 @@ def _copy(tensors: list[Tensor], device: torch.device, backward: bool) -> list[T
     copies: dict[int, Tensor] = {}
     for source in dict.fromkeys(tensor.device for tensor in tensors):
         group = [i for i, tensor in enumerate(tensors) if tensor.device == source]
-        sent, arrival = edge(source, device, backward=backward).send(
-            [tensors[i] for i in group], snapshot=True
-        )
+        way = edge(source, device, backward=backward)
+        sent, arrival = way.send([tensors[i] for i in group], snapshot=True)
         arrival.wait()
+        if backward and source.type == "cpu":
+            way.settle()  # A gradient may become that of a parameter, which others overwrite.
         copies.update(zip(group, sent, strict=True))
     return [copies[i] for i in range(len(tensors))]
 

@@ -9,7 +9,7 @@ from support.cuda.recorded_edge import RecordedEdge
 from support.cuda.recorded_streams import Machine, Race, machine
 
 from pipekernels.device import streams
-from pipekernels.device.edge import Edge
+from pipekernels.device.edge import Edge, edge
 from pipekernels.ops import p2p_copy
 
 CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
@@ -121,6 +121,22 @@ def test_pinned_memory_is_kept_until_the_copy_is_done() -> None:
         with pytest.raises(Race, match="memory goes back to thread while"):
             made.poll()
         made.synchronize()
+
+
+def test_pinned_memory_is_read_until_the_copy_is_done() -> None:
+    """No thread waits for it, but where it holds a gradient, which may become a parameter's."""
+    with machine() as made:
+        x = made.pinned_empty((4,), (1,), torch.float32)
+        p2p_copy(x.fill_(1), GPU)
+        p2p_copy(x, GPU)
+        assert len(edge(CPU, GPU)._sources) == 2
+        with pytest.raises(Race):
+            x.zero_()
+        edge(CPU, GPU).settle()
+        x.zero_()
+        there = on(GPU, 4).requires_grad_()
+        p2p_copy(there, CPU).backward(x)
+        x.fill_(1)
 
 
 def test_snapshots_need_no_settling() -> None:

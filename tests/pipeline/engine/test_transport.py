@@ -461,10 +461,6 @@ def test_pinned_inputs_may_be_overwritten_afterwards(devices: list[str]) -> None
         made.placing = False
         pinned = edge.pinned_like(x)
         pinned.copy_(x)
-        there = p2p_copy(pinned, GPU)
-        pinned.zero_()
-        assert torch.equal(p2p_copy(there, CPU), x)
-        pinned.copy_(x)
         output = pipe(pinned)
         pinned.zero_()
         torch.testing.assert_close(p2p_copy(output, CPU), expected, rtol=0, atol=1e-10)
