@@ -86,12 +86,11 @@ void bind_p2p_copy(py::module_& m) {
 
   const auto handle = [](void* stream) { return reinterpret_cast<uintptr_t>(stream); };
   py::class_<P2PEdge>(m, "P2PEdge")
-      .def(py::init([](int source, int target, size_t slot_bytes, size_t overlap_bytes) {
+      .def(py::init([](int source, int target, size_t slot_bytes) {
              const NoGil no_gil;  // Not a call_guard: pybind11 registers the object in the call.
-             return std::make_unique<P2PEdge>(source, target, slot_bytes, overlap_bytes);
+             return std::make_unique<P2PEdge>(source, target, slot_bytes);
            }),
-           py::arg("source"), py::arg("target"), py::arg("slot_bytes"),
-           py::arg("overlap_bytes") = kOverlapBytes)
+           py::arg("source"), py::arg("target"), py::arg("slot_bytes"))
       .def_property_readonly("leaving", [handle](const P2PEdge& e) { return handle(e.leaving()); })
       .def_property_readonly("arriving",
                              [handle](const P2PEdge& e) { return handle(e.arriving()); })

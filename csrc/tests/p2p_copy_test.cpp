@@ -479,7 +479,6 @@ int main(int argc, char** argv) {
   pipekernels::test_the_fake();  // First, since a process with threads must not fork.
   pipekernels::test_bad_arguments();
   pipekernels::test_captures();
-  pipekernels::check_overlap(pipekernels::stream_on);
   pipekernels::check_calls(pipekernels::stream_on);
   pipekernels::test_failures();
   fake_cuda::device_pointer().reset();

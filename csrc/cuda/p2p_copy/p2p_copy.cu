@@ -63,7 +63,7 @@ bool driver_has_batches() {
 }
 
 // Runs of one call may be copied in any order. `stream` must not be a default stream.
-void copy_in_batch(const std::vector<Run>& runs, size_t overlap_bytes, cudaStream_t stream) {
+void copy_in_batch(const std::vector<Run>& runs, cudaStream_t stream) {
 #if CUDART_VERSION >= 12080
   std::vector<void*> targets, sources;
   std::vector<size_t> sizes;
@@ -74,9 +74,6 @@ void copy_in_batch(const std::vector<Run>& runs, size_t overlap_bytes, cudaStrea
   }
   cudaMemcpyAttributes in_order{};
   in_order.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-  if (*std::max_element(sizes.begin(), sizes.end()) <= overlap_bytes) {
-    in_order.flags = cudaMemcpyFlagPreferOverlapWithCompute;
-  }
   size_t first = 0;
 #if CUDART_VERSION >= 13000
   const cudaError_t status = cudaMemcpyBatchAsync(targets.data(), sources.data(), sizes.data(),
@@ -90,7 +87,6 @@ void copy_in_batch(const std::vector<Run>& runs, size_t overlap_bytes, cudaStrea
   check_cuda(status, "cudaMemcpyBatchAsync");
 #else
   static_cast<void>(runs);
-  static_cast<void>(overlap_bytes);
   static_cast<void>(stream);
 #endif
 }
@@ -131,8 +127,8 @@ bool P2PTicket::is_done() const {
 
 class P2PEdge::State {
  public:
-  State(int source, int target, size_t slot_bytes, size_t overlap_bytes)
-      : source_(source), target_(target), slot_bytes_(slot_bytes), overlap_bytes_(overlap_bytes) {
+  State(int source, int target, size_t slot_bytes)
+      : source_(source), target_(target), slot_bytes_(slot_bytes) {
     if (std::max(source, target) < 0 || source == target || slot_bytes < kAlignment ||
         slot_bytes % kAlignment != 0) {
       throw std::invalid_argument(
@@ -252,7 +248,7 @@ class P2PEdge::State {
 
   void copy_runs(const std::vector<Run>& runs, cudaStream_t stream) const {
     if (batches_ && runs.size() > 1) {
-      copy_in_batch(runs, overlap_bytes_, stream);
+      copy_in_batch(runs, stream);
       return;
     }
     for (const Run& run : runs) {
@@ -330,7 +326,7 @@ class P2PEdge::State {
   }
 
   const int source_, target_;
-  const size_t slot_bytes_, overlap_bytes_;
+  const size_t slot_bytes_;
   bool batches_ = false, peer_access_ = false;
   cudaStream_t leaving_ = nullptr, arriving_ = nullptr;
   std::shared_ptr<EventPool> of_source_, of_target_;  // Null for the CPU.
@@ -339,8 +335,8 @@ class P2PEdge::State {
   int turn_ = 0;  // The slot that is filled next.
 };
 
-P2PEdge::P2PEdge(int source, int target, size_t slot_bytes, size_t overlap_bytes)
-    : state_(std::make_unique<State>(source, target, slot_bytes, overlap_bytes)) {}
+P2PEdge::P2PEdge(int source, int target, size_t slot_bytes)
+    : state_(std::make_unique<State>(source, target, slot_bytes)) {}
 P2PEdge::~P2PEdge() = default;
 
 int P2PEdge::source() const { return state_->source(); }

@@ -78,10 +78,8 @@ inline void give_back(const Range& range, Stream* stream) {
 
 enum cudaMemcpyKind { cudaMemcpyDefault };
 enum cudaMemcpySrcAccessOrder { cudaMemcpySrcAccessOrderAny, cudaMemcpySrcAccessOrderStream };
-constexpr unsigned cudaMemcpyFlagPreferOverlapWithCompute = 1;
 struct cudaMemcpyAttributes {
   cudaMemcpySrcAccessOrder srcAccessOrder;
-  unsigned flags;
 };
 constexpr unsigned cudaStreamNonBlocking = 1;
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed };
@@ -135,7 +133,6 @@ inline cudaError_t cudaMemcpyBatchAsync(void* const* targets, const void* const*
   CHECK(attribute_count == 1 && *first == 0);
   CHECK(attributes->srcAccessOrder == cudaMemcpySrcAccessOrderStream);
   const std::lock_guard<std::mutex> hold(device.context);
-  device.overlapping_batches += attributes->flags == cudaMemcpyFlagPreferOverlapWithCompute;
   ++device.calls;
   if (device.copies_until_failure == 0) return cudaErrorUnknown;
   if (device.copies_until_failure > 0) --device.copies_until_failure;

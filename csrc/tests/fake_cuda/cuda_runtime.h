@@ -199,7 +199,6 @@ class Device {
   bool peers = true;  // Whether devices can access each other's memory.
   std::set<std::pair<int, int>> enabled_peers;
   int driver_version = 13000;
-  int overlapping_batches = 0;    // Of copies, that asked for it.
   int copies_until_failure = -1;  // Negative: copies do not fail.
   std::atomic<long> calls{0};     // About events and copies.
   bool checks = true;             // Whether accesses to memory are checked.

@@ -112,22 +112,6 @@ inline void check_calls(cudaStream_t (*stream_on)(int device)) {
   CHECK(cost_of(edge, tensors).calls == eight);
 }
 
-// Batches ask to overlap kernels if all of their copies are small.
-inline void check_overlap(cudaStream_t (*stream_on)(int device)) {
-  Blocks blocks;
-  const auto from = blocks.take(0, nullptr), to = blocks.take(1, nullptr);
-  for (const size_t limit : {31, 32}) {
-    P2PEdge edge(0, 1, 96, limit);
-    P2PTicket done;
-    edge.send(done,
-              {{from.get(), to.get(), 4, {8}, {1}, {1}},
-               {from.get() + 64, to.get() + 64, 4, {4}, {1}, {1}}},
-              {}, stream_on(0), 1);
-    done.synchronize();
-    CHECK(fake_cuda::device().overlapping_batches == (limit == 32));
-  }
-}
-
 // Prints a line for one tensor and for eight.
 inline void print_hand_over_times(cudaStream_t (*stream_on)(int device)) {
   fake_cuda::device().checks = false;

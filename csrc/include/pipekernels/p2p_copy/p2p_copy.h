@@ -11,11 +11,6 @@ namespace pipekernels {
 
 constexpr int kHost = -1;  // the CPU, as the device of an edge
 
-// Batches of copies of at most this many bytes each ask the driver to overlap them with kernels: it
-// may copy few bytes by a kernel, which would take multiprocessors from the stages. How it copies
-// more is left to the driver. An estimate, which no GPU has measured.
-constexpr size_t kOverlapBytes = 1 << 20;
-
 // Points in streams that others can wait for; none in a new ticket. When the last copy of a ticket
 // is gone, its events go back to their pool. May be used by several threads, one at a time.
 class P2PTicket {
@@ -53,7 +48,7 @@ class P2PEdge {
   // One of the devices is a CUDA device; pieces of `slot_bytes` go through pinned memory where the
   // source cannot write to the target, or is ordinary CPU memory. Enables peer access. Throws
   // std::runtime_error on a CUDA error, as all methods do.
-  P2PEdge(int source, int target, size_t slot_bytes, size_t overlap_bytes = kOverlapBytes);
+  P2PEdge(int source, int target, size_t slot_bytes);
   // Waits for all copies. The streams remain: allocators may know memory by them.
   ~P2PEdge();
   P2PEdge(const P2PEdge&) = delete;
