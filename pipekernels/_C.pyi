@@ -135,6 +135,8 @@ class P2PEdge:
     def arriving(self) -> int: ...
     @property
     def has_peer_access(self) -> bool: ...
+    @property
+    def has_broken_link(self) -> bool: ...
     def send(
         self,
         ticket: P2PTicket,
@@ -151,6 +153,8 @@ class P2PEdge:
 # They exist if build_info()["cuda"]. Every call names the stream, and whether its thread may wait
 # for those of other ranks.
 
+def has_nvlink(a: int, b: int, /) -> bool: ...
+
 class CudaCommunicator:
     def __init__(
         self,
@@ -160,6 +164,10 @@ class CudaCommunicator:
         blocks: int = 64,
         parent: CudaCommunicator | None = None,
     ) -> None: ...
+    @property
+    def broken_links(self) -> str: ...
+    @property
+    def has_slow_links(self) -> bool: ...
     def allocate(self, sizes: Sequence[int], dtype: int, stream: int, /) -> object | None:
         """A DLPack capsule of a contiguous tensor; ``None`` if there is no room."""
 

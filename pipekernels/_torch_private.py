@@ -273,10 +273,10 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     return dist.distributed_c10d._get_process_group_store(group)
 
 
-def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Seconds that the backend of ``group`` for tensors on ``device`` waits."""
-    backend = (default_group() if group is None else group)._get_backend(device)
-    return backend.options._timeout.total_seconds()
+def timeout_of(group: dist.ProcessGroup | None) -> float:
+    """Seconds that the collectives of ``group`` wait: its devices have the same timeout."""
+    group = default_group() if group is None else group
+    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
 
 
 def enclosing_mesh() -> DeviceMesh:

@@ -46,6 +46,8 @@ def info() -> str:
     has_gpus = torch.cuda.is_available()
     if has_gpus and not has_triton():
         missing.append(f"The sharded GEMM needs {TRITON_REMEDY}")
+    if built and built["cuda"] and torch.cuda.device_count() > 1:
+        rows.append(("GPU links", _links(torch.cuda.device_count())))
     missing += [str(warning.message) for warning in caught]
     if built and not built["cuda"] and has_gpus:
         missing.append(
@@ -103,6 +105,12 @@ def _gpus() -> list[tuple[str, str]]:
         architecture, memory = f"sm_{device.major}{device.minor}", device.total_memory / 2**30
         rows.append((f"GPU {index}", f"{device.name}, {architecture}, {memory:.0f} GiB"))
     return rows
+
+
+def _links(n: int) -> str:
+    """The pairs of GPUs that NVLink joins, also through switches."""
+    joined = [f"{a}-{b}" for b in range(n) for a in range(b) if _backend.load().has_nvlink(a, b)]
+    return f"NVLink between {', '.join(joined) or 'none'}"
 
 
 def main(arguments: list[str] | None = None) -> int:

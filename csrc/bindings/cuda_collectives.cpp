@@ -20,6 +20,7 @@
 #include "pipekernels/collectives/broadcast.h"
 #include "pipekernels/collectives/cuda_communicator.h"
 #include "pipekernels/collectives/reduce_scatter.h"
+#include "pipekernels/host/nvlink.h"
 
 namespace pipekernels::python {
 namespace {
@@ -30,6 +31,8 @@ namespace py = pybind11;
 
 void bind_cuda_collectives(py::module_& m) {
   using WithoutGil = py::call_guard<NoGil>;
+
+  m.def("has_nvlink", py::overload_cast<int, int>(&has_nvlink));
 
   py::class_<CudaCommunicator>(m, "CudaCommunicator")
       .def(py::init([](Communicator& core, int device, size_t symmetric_bytes, int blocks,
@@ -103,6 +106,8 @@ void bind_cuda_collectives(py::module_& m) {
                            checked_shape(shape), {address(stream), may_meet});
           },
           WithoutGil())
+      .def_property_readonly("broken_links", &CudaCommunicator::broken_links)
+      .def_property_readonly("has_slow_links", &CudaCommunicator::has_slow_links)
       .def("check", &CudaCommunicator::check, WithoutGil())
       .def("synchronize", &CudaCommunicator::synchronize, WithoutGil())
       .def("close", &CudaCommunicator::close, py::arg("abort"), WithoutGil());

@@ -95,6 +95,7 @@ void bind_p2p_copy(py::module_& m) {
       .def_property_readonly("arriving",
                              [handle](const P2PEdge& e) { return handle(e.arriving()); })
       .def_property_readonly("has_peer_access", &P2PEdge::has_peer_access)
+      .def_property_readonly("has_broken_link", &P2PEdge::has_broken_link)
       .def("send", &send)
       .def(
           "mark",

@@ -161,12 +161,18 @@ class Program {
     device.peers = draw(2) != 0;
     device.driver_version = draw(2) != 0 ? 13000 : 12060;
     device.one_queue = draw(4) == 0;
+    using fake_cuda::Fault;
+    constexpr decltype(Fault::kind) kinds[] = {Fault::kNone, Fault::kDropped, Fault::kLate,
+                                               Fault::kCorrupt};
+    fake_cuda::fault = {kinds[draw(4)], 0, 1};
     for (int d = 0; d < fake_cuda::kDevices; ++d) {
       streams_[d][1] = stream_on(d);  // The first one is the default stream.
     }
     const std::pair<int, int> routes[] = {{0, 1}, {1, 0}, {0, kHost}, {kHost, 1}, {1, 2}, {0, 1}};
     for (const auto& [source, target] : routes) {
       edges_.push_back(std::make_unique<Owner>(*blocks_, source, target));
+      const bool faulty = device.peers && fake_cuda::fault.kind != Fault::kNone;
+      CHECK(edges_.back()->edge.has_broken_link() == (faulty && source == 0 && target == 1));
     }
   }
 
@@ -192,6 +198,8 @@ class Program {
     CHECK(device.events.empty());
     blocks_.reset();
     CHECK(device.memory.empty() && device.pinned.empty());
+    fake_cuda::late_writes.clear();
+    fake_cuda::fault = {};
   }
 
  private:

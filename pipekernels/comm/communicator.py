@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from pipekernels import _backend
 from pipekernels._arguments import integer
+from pipekernels._torch_private import timeout_of
 from pipekernels.comm import messages
 from pipekernels.comm.collectives import Collectives, CpuBackend, MakeDeviceBackend
 from pipekernels.comm.cuda import DEFAULT_BLOCKS, CudaBackend, check_blocks
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.hosts.cpu import GRACE, MultiHostBackend
-from pipekernels.comm.hosts.cuda import GroupBackend
+from pipekernels.comm.hosts.cuda import GroupBackend, over_links
 from pipekernels.comm.join.bootstrap import join_processes, problem_of, raise_join_failure
 from pipekernels.comm.join.deadline import Deadline, check_timeout
 from pipekernels.comm.join.rendezvous import Rendezvous, of_color, over_group, over_store
@@ -98,8 +99,8 @@ class Communicator(Collectives):
     ) -> Communicator:
         """A communicator over the ranks of a ``torch.distributed`` group, of one host or several.
 
-        A collective over the group, with the group's own timeout; on one host the group is not
-        needed afterwards.
+        A collective over the group, with the group's own timeout; on one host only GPUs need the
+        group afterwards, see :doc:`/guides/cuda`.
 
         Args:
             group: the default group if ``None``. Between hosts, it reduces CUDA tensors.
@@ -126,8 +127,7 @@ class Communicator(Collectives):
             raise ValueError("this process is not a member of the group; pass one that it is in")
         if timeout is None:
             # Programs on GPUs expect NCCL's patience: one rank may write a checkpoint meanwhile.
-            cuda = torch.cuda.is_available()
-            timeout = messages.timeout_of_group(group) if cuda else 30.0
+            timeout = timeout_of(group) if torch.cuda.is_available() else 30.0
         return cast("Communicator", cls._join(over_group(group), timeout, device_blocks))
 
     @classmethod
@@ -178,7 +178,8 @@ class Communicator(Collectives):
         core = _load().Communicator(joined.segment, host_map.position, joined.pidfds, patience)
         local = SharedMemoryBackend(core)
         backend: CpuBackend = local
-        make: MakeDeviceBackend = functools.partial(CudaBackend, local, blocks=device_blocks)
+        own = functools.partial(CudaBackend, local, blocks=device_blocks)
+        make: MakeDeviceBackend = functools.partial(over_links, own, rendezvous.group)
         if not is_one_host:
             backend = MultiHostBackend(local, host_map, joined.link, timeout)
             make = functools.partial(GroupBackend, rendezvous.group)
@@ -216,7 +217,8 @@ class Communicator(Collectives):
             local = SharedMemoryBackend(core)
             if world_size > 1:
                 local = ThreadBackend(core, rank, callers)
-            make = functools.partial(CudaBackend, local, blocks=device_blocks)
+            own = functools.partial(CudaBackend, local, blocks=device_blocks)
+            make = functools.partial(over_links, own, None)
             communicators.append(cls(local, make, rank, world_size, timeout, divide))
         return communicators
 

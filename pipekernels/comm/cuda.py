@@ -59,6 +59,8 @@ class CudaBackend(NativeBackend):
     Attributes:
         check: raises errors of earlier calls, as far as known.
         synchronize: waits for this rank's collectives, then checks.
+        broken_links: ranks that do not get what each other's GPU writes: close the backend then.
+        has_slow_links: whether there are more than two GPUs, not all of them joined by NVLink.
 
     Raises:
         RuntimeError: the ranks have different ``blocks``, or this build, torch, or a rank's device
@@ -85,6 +87,7 @@ class CudaBackend(NativeBackend):
             local.core, self.device.index, symmetric_bytes(), blocks, parents
         )
         super().__init__(own)
+        self.broken_links, self.has_slow_links = own.broken_links, own.has_slow_links
         self.check = own.check
         self.synchronize = own.synchronize
         # Without this, the destructor of a backend that was not closed would wait and hold the GIL,

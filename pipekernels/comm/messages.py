@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipekernels._torch_private import timeout_of
-
 T = TypeVar("T")
 
 MOST = 16 << 20  # Largest message in bytes.
@@ -112,11 +110,6 @@ def all_gather_in_group(
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
     """The backends of ``group`` by device type."""
     return dict(item.split(":", 1) for item in dist.get_backend_config(group).split(","))
-
-
-def timeout_of_group(group: dist.ProcessGroup | None) -> float:
-    """Seconds that the collectives of ``group`` wait."""
-    return timeout_of(group, _device_of(group))
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:

@@ -62,7 +62,10 @@ def native_edge(source: torch.device, target: torch.device) -> Any:
             _backend.require_cuda(device)
     edge = _backend.load().P2PEdge(_index(source), _index(target), SLOT_BYTES)
     way = "by peer access" if edge.has_peer_access else "through the CPU's memory or the driver"
-    _log.info("copies from %s to %s go %s", source, target, way)
+    level = logging.INFO
+    if edge.has_broken_link:
+        level, way = logging.WARNING, "through the CPU's memory, as others get lost: turn off ACS"
+    _log.log(level, "copies from %s to %s go %s", source, target, way)
     if edge.has_peer_access:
         # torch's allocator may map memory itself (expandable segments), and then has to be told
         # that the source writes to the target's. A copy of torch's own does that.

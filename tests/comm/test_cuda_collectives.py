@@ -3,16 +3,19 @@
 import gc
 import os
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import on, on_ranks, run_processes, run_threads
 from torch import Tensor
 
 from pipekernels import Communicator, PeerError, _backend, ops
 from pipekernels.comm import cuda
+from pipekernels.comm.hosts import cuda as hosts_cuda
 
 on_gpu = pytest.mark.parametrize(
     "device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True
@@ -91,7 +94,9 @@ def test_an_end_that_is_collected_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
     assert made == [(3, 54), "closed"]
 
 
-def pretend_native(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def pretend_native(
+    monkeypatch: pytest.MonkeyPatch, broken_links: str = "", has_slow_links: bool = False
+) -> list[Any]:
     """Replaces communicators of the extension on CUDA; returns their devices and thread blocks."""
     made: list[Any] = []
 
@@ -102,13 +107,39 @@ def pretend_native(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return SimpleNamespace(
             parent=parent,
             close=lambda abort: made.append("aborted" if abort else "closed"),
-            check=None, synchronize=None,
+            check=None, synchronize=None, broken_links=broken_links, has_slow_links=has_slow_links,
         )  # fmt: skip
 
     monkeypatch.setattr(_backend.load(), "CudaCommunicator", native, raising=False)
     monkeypatch.setattr(_backend, "require_cuda", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("broken", ["", "ranks 0 and 2"])
+def test_nccl_takes_over_where_links_are_broken_or_slow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str, backend: str
+) -> None:
+    made = pretend_native(monkeypatch, broken, has_slow_links=True)
+    monkeypatch.setattr(hosts_cuda, "backends_of", lambda group: {"cuda": backend})
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    own, group = partial(cuda.CudaBackend, SimpleNamespace(core=None), blocks=5), object()
+    for given in (group, None):
+        make = partial(hosts_cuda.over_links, own, given, torch.device("cuda:0"), None)
+        if given is group and backend == "nccl":
+            taken = make()
+            assert isinstance(taken, hosts_cuda.GroupBackend) and taken._group is group
+            assert made[:2] == [(0, 5), "closed"]
+            reason = f"{broken} do not get" if broken else "NVLink does not join all GPUs"
+            assert caplog.messages[0].startswith(reason)
+            assert caplog.messages[0].endswith(": collectives on CUDA are those of NCCL")
+        elif broken:
+            with pytest.raises(RuntimeError, match="ranks 0 and 2 do not get .*; turn off the IOM"):
+                make()
+            assert made[-1] == "closed"
+        else:
+            assert isinstance(make(), cuda.CudaBackend)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +55,15 @@ def test_info_mentions_unsupported_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert "PIPEKERNELS_CUDA=1 pip install" in cli.info()
+
+
+def test_info_lists_links_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    linked = {(0, 1), (1, 2)}
+    native = SimpleNamespace(has_nvlink=lambda a, b: (a, b) in linked)
+    monkeypatch.setattr(_backend, "load", lambda: native)
+    assert cli._links(3) == "NVLink between 0-1, 1-2"
+    linked.clear()
+    assert cli._links(3) == "NVLink between none"
 
 
 def test_no_command_an_unknown_one_and_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <cstring>
 #include <stdexcept>
 
 #include "host/runtime.cuh"
-#include "pipekernels/collectives/all_gather.h"
 #include "pipekernels/collectives/communicator.h"
 #include "pipekernels/collectives/cuda_communicator.h"
 #include "pipekernels/shared_memory/process.h"
@@ -19,11 +16,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint32_t kSetBytes = 128 << 10;
-constexpr uint32_t kSlotBytes = 16 << 10;
-constexpr uint32_t kMinChunkBytes = 16 << 10;  // Smallest chunk: two 16-byte packs per thread.
-constexpr uint32_t kInboxBytes = 4 << 10;      // Four words of data for each thread.
-
 // How long the watcher thread sleeps between checks of the peers, as kPollInterval in
 // csrc/cpu/collectives/communicator.cpp.
 constexpr std::chrono::milliseconds kPollInterval{20};
@@ -32,45 +24,9 @@ constexpr std::chrono::milliseconds kPollInterval{20};
 // have not yet reached this rank, so this rank's kernels may still succeed.
 constexpr std::chrono::milliseconds kGrace{200};
 
-KernelList all_kernels() {
-  KernelList kernels;
-  add_all_reduce_kernels(kernels);
-  add_reduce_scatter_kernels(kernels);
-  add_all_gather_kernels(kernels);
-  add_broadcast_kernels(kernels);
-  return kernels;
-}
-
-// Loads all kernels now, since loading one later could wait for a running kernel that waits for
-// this rank. Throws if the build has no code for this device.
-void load_kernels() {
-  for (const void* kernel : all_kernels()) {
-    cudaFuncAttributes attributes;
-    const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
-    if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
-      cudaGetLastError();
-      throw std::runtime_error(
-          "this build of pipekernels has no code for its GPU; rebuild it with the GPU's "
-          "architecture in CUDAARCHS");
-    }
-    check_cuda(status, "loading a kernel");
-  }
-}
-
 }  // namespace
 
 // ---- set-up -----------------------------------------------------------------------------------
-
-// What the ranks tell each other during set-up.
-struct CudaCommunicator::SetupMessage {
-  char problem[200];  // The error message if set-up has failed on this rank, else empty.
-  cudaUUID_t device;
-  int32_t multiprocessors;
-  int32_t most_blocks;
-  int32_t parents_rank;                   // In the parent whose heap it can share, or -1.
-  cudaIpcMemHandle_t handle;              // If the ranks are processes.
-  std::shared_ptr<DeviceMemory>* memory;  // If they are threads; valid until the next exchange().
-};
 
 struct CudaCommunicator::Events {
   cudaEvent_t last = nullptr;  // The end of the last collective that was not captured.
@@ -79,6 +35,11 @@ struct CudaCommunicator::Events {
     if (last) cudaEventDestroy(last);
   }
 };
+
+void CudaCommunicator::make_events() {
+  events_ = std::make_unique<Events>();
+  check_cuda(cudaEventCreateWithFlags(&events_->last, cudaEventDisableTiming), "cudaEventCreate");
+}
 
 void CudaCommunicator::FreeFlags::operator()(HostFlags* flags) const {
   if (process != process_generation()) return;
@@ -101,144 +62,9 @@ CudaCommunicator::CudaCommunicator(Communicator& core, int device, size_t symmet
   watcher_ = std::make_unique<std::thread>([this] { watch(); });
 }
 
-void CudaCommunicator::set_up(size_t symmetric_bytes, int most_blocks, CudaCommunicator* parent) {
-  if (core_.world_size() > kMaxDeviceRanks) {
-    throw std::runtime_error("CUDA collectives take at most " + std::to_string(kMaxDeviceRanks) +
-                             " ranks of one host, got " + std::to_string(core_.world_size()));
-  }
-  ranks_.rank = core_.rank();
-  ranks_.timeout = static_cast<uint64_t>(core_.timeout().count() * 1e9);
-  const bool shares = parent != nullptr && parent->device_ == device_;
-  agree_on_layout(most_blocks, shares ? parent->shared_memory() : SymmetricMemory{});
-  share_memory(symmetric_bytes);
-}
-
 SymmetricMemory CudaCommunicator::shared_memory() {
   const auto hold = lock();
   return closed_ ? SymmetricMemory{} : symmetric_;
-}
-
-// Gathers the messages of all ranks. Throws on all ranks if one of them reports a problem.
-void CudaCommunicator::exchange(SetupMessage& mine, std::vector<SetupMessage>& all) {
-  all.resize(core_.world_size());
-  all_gather(core_, &mine, all.data(), sizeof(SetupMessage), DType::kUInt8);
-  std::string problems;
-  for (int rank = 0; rank < core_.world_size(); ++rank) {
-    if (all[rank].problem[0] == '\0') continue;
-    problems += (problems.empty() ? "" : "; ") + rank_name(rank) + ": " + all[rank].problem;
-  }
-  if (!problems.empty()) throw std::runtime_error("the ranks cannot use CUDA: " + problems);
-}
-
-namespace {
-
-template <class Work>
-void record_error(char (&problem)[200], Work work) {
-  try {
-    work();
-  } catch (const std::exception& error) {
-    std::snprintf(problem, sizeof(problem), "%s", error.what());
-  }
-}
-
-}  // namespace
-
-// If all ranks can share their parents' heaps, they do.
-void CudaCommunicator::agree_on_layout(int most_blocks, SymmetricMemory parents) {
-  SetupMessage mine{};
-  mine.most_blocks = most_blocks;
-  mine.parents_rank = parents.heap ? parents.rank : -1;
-  record_error(mine.problem, [&] {
-    const LaunchesPaused paused;
-    const DeviceGuard guard(device_);
-    load_kernels();
-    void* flags = nullptr;
-    check_cuda(
-        cudaHostAlloc(&flags, sizeof(HostFlags), cudaHostAllocMapped | cudaHostAllocPortable),
-        "cudaHostAlloc");
-    flags_.reset(new (flags) HostFlags{});
-    void* device_pointer = nullptr;
-    check_cuda(cudaHostGetDevicePointer(&device_pointer, flags, 0), "cudaHostGetDevicePointer");
-    ranks_.host = static_cast<HostFlags*>(device_pointer);
-    events_ = std::make_unique<Events>();
-    check_cuda(cudaEventCreateWithFlags(&events_->last, cudaEventDisableTiming), "cudaEventCreate");
-    cudaDeviceProp properties;
-    check_cuda(cudaGetDeviceProperties(&properties, device_), "cudaGetDeviceProperties");
-    mine.device = properties.uuid;
-    mine.multiprocessors = properties.multiProcessorCount;
-  });
-  std::vector<SetupMessage> all;
-  exchange(mine, all);
-  // The blocks of all ranks on a device must be resident together, or they would wait for blocks
-  // that cannot start. So a device runs at most one block per multiprocessor.
-  int blocks = std::min(most_blocks, kMaxDeviceBlocks);
-  for (const SetupMessage& each : all) {
-    if (each.most_blocks != all[0].most_blocks) {
-      throw std::runtime_error("device_blocks must be the same on all ranks, got " +
-                               std::to_string(all[0].most_blocks) + " on rank 0 and " +
-                               std::to_string(each.most_blocks) + " on rank " +
-                               std::to_string(&each - all.data()));
-    }
-    const auto sharers = std::count_if(all.begin(), all.end(), [&](const SetupMessage& other) {
-      return std::memcmp(&other.device, &each.device, sizeof(each.device)) == 0;
-    });
-    if (each.parents_rank < 0) parents = {};
-    blocks = std::min(blocks, each.multiprocessors / static_cast<int>(sharers));
-  }
-  if (blocks < 1) throw std::runtime_error("more ranks share a GPU than it has multiprocessors");
-  const int n = core_.world_size();
-  for (int rank = 0; rank < n; ++rank) {
-    symmetric_.owners[rank] = parents.heap ? parents.owners[all[rank].parents_rank] : rank;
-  }
-  symmetric_.rank = core_.rank();
-  symmetric_.heap = std::move(parents.heap);
-  symmetric_.mapped = std::move(parents.mapped);
-  ranks_.layout = {n, blocks, kSetBytes, kSlotBytes, kMinChunkBytes, kInboxBytes, push_limit(n)};
-}
-
-void CudaCommunicator::share_memory(size_t symmetric_bytes) {
-  const size_t begin = (ranks_.layout.heap() + 511) / 512 * 512;
-  const size_t heap = symmetric_.heap ? 0 : CudaHeap::first_bytes(symmetric_bytes);
-  memory_ = std::make_shared<MappedMemory>(device_, segment_, core_.rank());
-  std::shared_ptr<DeviceMemory>& own = memory_->own;
-  SetupMessage mine{};
-  record_error(mine.problem, [&] {
-    const DeviceGuard guard(device_);
-    own = std::make_shared<DeviceMemory>(device_, begin + heap,
-                                         core_.is_threads() ? nullptr : segment_, core_.rank());
-    if (!symmetric_.heap) {
-      symmetric_.heap = std::make_shared<CudaHeap>(own, begin, symmetric_bytes, device_, core_);
-      symmetric_.mapped = memory_;
-    }
-    const LaunchesPaused paused;
-    check_cuda(cudaMemset(own->base(), 0, ranks_.layout.control_bytes()), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    mine.memory = &own;
-    if (!core_.is_threads()) {
-      check_cuda(cudaIpcGetMemHandle(&mine.handle, own->base()), "cudaIpcGetMemHandle");
-    }
-  });
-  std::vector<SetupMessage> all;
-  exchange(mine, all);
-
-  segment_->growth(core_.rank()).forget();
-  SetupMessage outcome{};
-  record_error(outcome.problem, [&] {
-    const DeviceGuard guard(device_);
-    segment_->state(core_.rank()).device_mapper.store(getpid(), std::memory_order_release);
-    for (int peer = 0; peer < core_.world_size(); ++peer) {
-      if (peer == core_.rank()) {
-        memory_->bases[peer] = own->base();
-      } else if (core_.is_threads()) {
-        memory_->bases[peer] = memory_->adopt(*all[peer].memory);
-      } else {
-        memory_->bases[peer] = memory_->open(peer, all[peer].handle);
-      }
-      ranks_.memory[peer] = memory_->bases[peer];
-      ranks_.heap[0][peer] = symmetric_.mapped->bases[symmetric_.owners[peer]];
-    }
-  });
-  exchange(outcome, all);
 }
 
 // ---- calls ------------------------------------------------------------------------------------

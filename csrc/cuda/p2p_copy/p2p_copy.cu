@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <cstdint>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -50,6 +52,62 @@ bool enable_access(int device, int peer) {
     check_cuda(status, "cudaDeviceEnablePeerAccess");
   }
   return true;
+}
+
+constexpr size_t kPageBytes = 4096;
+constexpr size_t kPageWords = kPageBytes / sizeof(uint64_t);
+
+// Device memory of `pages` pages.
+std::shared_ptr<uint64_t> allocate_pages(int device, size_t pages) {
+  const DeviceGuard guard(device);
+  void* memory = nullptr;
+  check_cuda(cudaMalloc(&memory, pages * kPageBytes), "cudaMalloc");
+  return {static_cast<uint64_t*>(memory), [](uint64_t* used) { cudaFree(used); }};
+}
+
+// Whether a page that is copied from `device` to `peer` and back, and words that the copy kernel
+// writes to `peer`, arrive as they were. Behind an IOMMU, PCI access control or a patched driver
+// they may get lost or change, although the driver has enabled the access. The streams are those of
+// the edge.
+bool arrives(int device, int peer, cudaStream_t leaving, cudaStream_t arriving) {
+  const auto here = allocate_pages(device, 2), there = allocate_pages(peer, 2);
+  void* memory = nullptr;
+  check_cuda(cudaHostAlloc(&memory, 4 * kPageBytes, cudaHostAllocPortable), "cudaHostAlloc");
+  const std::unique_ptr<void, decltype(&cudaFreeHost)> pinned(memory, &cudaFreeHost);
+  auto* const sent = static_cast<uint64_t*>(memory);
+  uint64_t* const back = sent + kPageWords;   // The page as `device` reads it at `peer`.
+  uint64_t* const page = back + kPageWords;   // As `peer` has it.
+  uint64_t* const words = page + kPageWords;  // Those at even places.
+  std::fill(back, sent + 4 * kPageWords, 0);
+  for (size_t i = 0; i < kPageWords; ++i) sent[i] = (i + 1) * 0x9e3779b97f4a7c15u;
+
+  const auto copy = [](void* target, const void* source, size_t pages, cudaStream_t stream) {
+    check_cuda(cudaMemcpyAsync(target, source, pages * kPageBytes, cudaMemcpyDefault, stream),
+               "cudaMemcpyAsync");
+  };
+  copy(there.get(), back, 2, arriving);
+  check_cuda(cudaStreamSynchronize(arriving), "cudaStreamSynchronize");
+  {
+    const DeviceGuard guard(device);
+    copy(here.get(), sent, 1, leaving);
+    copy(there.get(), here.get(), 1, leaving);
+    TensorCopy even{};
+    even.source = reinterpret_cast<char*>(here.get());
+    even.target = reinterpret_cast<char*>(there.get() + kPageWords);
+    even.item_size = sizeof(uint64_t);
+    even.shape = {kPageWords / 2};
+    even.source_strides = {2};
+    even.target_strides = {1};
+    copy_micro_batches_cuda(as_micro_batches({even}), leaving);
+    copy(here.get() + kPageWords, there.get(), 1, leaving);
+    copy(back, here.get() + kPageWords, 1, leaving);
+    check_cuda(cudaStreamSynchronize(leaving), "cudaStreamSynchronize");
+  }
+  copy(page, there.get(), 2, arriving);
+  check_cuda(cudaStreamSynchronize(arriving), "cudaStreamSynchronize");
+  bool same = std::equal(sent, back, back) && std::equal(sent, back, page);
+  for (size_t i = 0; i < kPageWords; i += 2) same = same && words[i / 2] == sent[i];
+  return same;
 }
 
 // cudaMemcpyBatchAsync() is in toolkits from CUDA 12.8, and so are drivers that know it.
@@ -139,9 +197,12 @@ class P2PEdge::State {
     const LaunchesPaused paused;
     const IndependentOfCaptures guard;
     batches_ = driver_has_batches();
-    peer_access_ = source != kHost && target != kHost && enable_access(source, target);
     leaving_ = new_stream(source);
     arriving_ = new_stream(target);
+    if (source != kHost && target != kHost && enable_access(source, target)) {
+      peer_access_ = arrives(source, target, leaving_, arriving_);
+      broken_link_ = !peer_access_;
+    }
     if (source != kHost) of_source_ = std::make_shared<EventPool>(source);
     if (target != kHost) of_target_ = std::make_shared<EventPool>(target);
   }
@@ -160,6 +221,7 @@ class P2PEdge::State {
   cudaStream_t leaving() const { return leaving_; }
   cudaStream_t arriving() const { return arriving_; }
   bool has_peer_access() const { return peer_access_; }
+  bool has_broken_link() const { return broken_link_; }
   EventPool& of_target() const { return *of_target_; }
 
   // Returns the event after the copies, and whether CPU memory is still read.
@@ -327,7 +389,7 @@ class P2PEdge::State {
 
   const int source_, target_;
   const size_t slot_bytes_;
-  bool batches_ = false, peer_access_ = false;
+  bool batches_ = false, peer_access_ = false, broken_link_ = false;
   cudaStream_t leaving_ = nullptr, arriving_ = nullptr;
   std::shared_ptr<EventPool> of_source_, of_target_;  // Null for the CPU.
   std::mutex mutex_;                                  // Held by send().
@@ -344,6 +406,7 @@ int P2PEdge::target() const { return state_->target(); }
 void* P2PEdge::leaving() const { return state_->leaving(); }
 void* P2PEdge::arriving() const { return state_->arriving(); }
 bool P2PEdge::has_peer_access() const { return state_->has_peer_access(); }
+bool P2PEdge::has_broken_link() const { return state_->has_broken_link(); }
 
 bool P2PEdge::send(P2PTicket& ticket, const std::vector<TensorCopy>& tensors,
                    const std::vector<char*>& snapshots, void* stream, int threads) {

@@ -74,6 +74,13 @@ inline void give_back(const Range& range, Stream* stream) {
   }
 }
 
+// Whether writes of `stream` to `target` go over the faulty link.
+inline bool is_faulty(const Stream& stream, const void* target) {
+  const auto found = attributes_of(target);
+  return fault.kind != Fault::kNone && found.type == cudaMemoryTypeDevice &&
+         stream.device == fault.from && found.device == fault.to;
+}
+
 }  // namespace fake_cuda
 
 enum cudaMemcpyKind { cudaMemcpyDefault };
@@ -119,8 +126,11 @@ inline cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t byte
   ++device.calls;
   if (device.copies_until_failure == 0) return cudaErrorUnknown;
   if (device.copies_until_failure > 0) --device.copies_until_failure;
-  fake_cuda::issue(device.stream(stream), {{source, bytes}}, {{target, bytes}},
-                   [=] { std::memcpy(target, source, bytes); });
+  const bool faulty = fake_cuda::is_faulty(device.stream(stream), target);
+  fake_cuda::issue(device.stream(stream), {{source, bytes}}, {{target, bytes}}, [=] {
+    const auto copy = [=] { std::memcpy(target, source, bytes); };
+    faulty ? fake_cuda::go_wrong(copy, target) : copy();
+  });
   return cudaSuccess;
 }
 // The copies of a batch run in any order.

@@ -37,7 +37,12 @@ inline void copy_micro_batches_cuda(const MicroBatchCopy& request, void* stream)
     writes.push_back(
         {request.micro_batches[t].data, static_cast<size_t>((last_written + 1) * whole.item_size)});
   }
-  fake_cuda::issue(launched, reads, writes, [request] { copy_micro_batches(request, 1); });
+  const void* const target = writes.empty() ? nullptr : writes[0].base;
+  const bool faulty = fake_cuda::is_faulty(launched, target);
+  fake_cuda::issue(launched, reads, writes, [=] {
+    const auto copy = [request] { copy_micro_batches(request, 1); };
+    faulty ? fake_cuda::go_wrong(copy, const_cast<void*>(target)) : copy();
+  });
 }
 
 constexpr size_t kBlock = 4096;

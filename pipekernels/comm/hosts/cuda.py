@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipekernels import _backend
+from pipekernels.comm.cuda import CudaBackend
 from pipekernels.comm.hosts.cpu import bytes_of, in_any_order
 from pipekernels.comm.messages import backends_of
 from pipekernels.device.streams import with_index
+
+_log = logging.getLogger(__name__)
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -88,3 +93,29 @@ class GroupBackend:
     def _divide(self, tensor: Any, op: str) -> None:
         if op == "avg":
             tensor /= self._size
+
+
+def over_links(
+    make: Callable[..., CudaBackend],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    parent: object,
+) -> CudaBackend | GroupBackend:
+    """``make(device, parent)``, or where GPUs have broken or slow links the NCCL of ``group``.
+
+    RuntimeError if links are broken and there is no NCCL."""
+    own = make(device, parent)
+    has_nccl = group is not None and backends_of(group).get("cuda") == "nccl"
+    problem = "NVLink does not join all GPUs" if own.has_slow_links and has_nccl else ""
+    if own.broken_links:
+        problem = f"{own.broken_links} do not get what each other's GPU writes to their memory"
+    if not problem:
+        return own
+    own.close(abort=False)
+    if has_nccl:
+        _log.warning("%s: collectives on CUDA are those of NCCL", problem)
+        return GroupBackend(group, device)
+    raise RuntimeError(
+        f"{problem}; turn off the IOMMU or PCI access control (ACS), or make the communicator by "
+        "from_process_group() of a group with backend='cpu:gloo,cuda:nccl'"
+    )

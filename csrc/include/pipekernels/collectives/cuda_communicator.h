@@ -154,6 +154,13 @@ class CudaCommunicator {
   int world_size() const { return ranks_.layout.ranks; }
   const DeviceRanks& ranks() const { return ranks_; }
 
+  // The ranks that do not get what each other's device writes to their memory, or empty; the same
+  // on all ranks. If there are any, this communicator must be closed without a call.
+  const std::string& broken_links() const { return broken_links_; }
+  // Whether the ranks have more than two devices, which NVLink does not join with each other; the
+  // same on all ranks.
+  bool has_slow_links() const { return slow_links_; }
+
   // Returns null if there is no room.
   std::unique_ptr<CudaBuffer> allocate(size_t bytes, void* stream);
   // Where all peers' kernels can access `data` in the next launch, in `stream`; 0 if one cannot.
@@ -184,6 +191,10 @@ class CudaCommunicator {
   SymmetricMemory shared_memory();
   void agree_on_layout(int most_blocks, SymmetricMemory parents);
   void share_memory(size_t symmetric_bytes);
+  void check_peers();
+  static bool lacks_nvlink(const std::vector<SetupMessage>& all);
+  void run_check(const void* kernel);
+  void make_events();
   void exchange(SetupMessage& mine, std::vector<SetupMessage>& all);
   void enqueue(const void* kernel, const DeviceLaunch& launch, void* stream);
   void record(void* stream);
@@ -205,6 +216,8 @@ class CudaCommunicator {
   std::shared_ptr<MappedMemory> memory_;
   SymmetricMemory symmetric_{};  // With the memory of a parent, or `memory_`.
   uint64_t launches_ = 0;        // That were not captured.
+  std::string broken_links_;
+  bool slow_links_ = false;
   std::unique_ptr<HostFlags, FreeFlags> flags_{nullptr, FreeFlags{process_}};
   std::unique_ptr<Events> events_;
 
@@ -223,6 +236,13 @@ void add_all_reduce_kernels(KernelList& kernels);
 void add_reduce_scatter_kernels(KernelList& kernels);
 void add_all_gather_kernels(KernelList& kernels);
 void add_broadcast_kernels(KernelList& kernels);
+
+// The kernels of peer_check_block.cuh.
+struct PeerCheck {
+  const void* write;
+  const void* compare;
+};
+PeerCheck peer_check();
 
 constexpr int kDeviceThreads = 256;  // Per block; more would spill registers.
 

@@ -59,6 +59,9 @@ class P2PEdge {
   void* leaving() const;   // The stream in which the source is read; null for the CPU.
   void* arriving() const;  // The stream that targets belong to; null for the CPU.
   bool has_peer_access() const;
+  // Whether the source can write to the target as the driver says, but what it writes gets lost or
+  // arrives changed: then copies go through pinned memory.
+  bool has_broken_link() const;
 
   // Issues copies of all tensors, as they are at this point of `stream`, the caller's stream of the
   // source (if that is the CPU: now), and makes `ticket` the point after them.

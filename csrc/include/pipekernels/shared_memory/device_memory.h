@@ -90,12 +90,18 @@ struct DeviceLayout {
   PK_HOST_DEVICE size_t inbox_words() const {  // A multiple of 128 bytes.
     return (kPushedCallWords + inbox_bytes / 4 + 15) / 16 * 16;
   }
-  // The bytes at the beginning that must be zeroed before the first launch.
   PK_HOST_DEVICE size_t control_bytes() const {
     return inboxes() + blocks * kInboxes * ranks * inbox_words() * sizeof(uint64_t);
   }
   PK_HOST_DEVICE size_t heap() const { return control_bytes() + blocks * staging_stride(); }
 
+  // What `writer` writes to the owner of `memory` to check the link, two pages, in memory that is
+  // the staging's later.
+  PK_HOST_DEVICE uint64_t* checked(std::byte* memory, int writer) const {
+    return reinterpret_cast<uint64_t*>(memory + control_bytes() + writer * size_t{8192});
+  }
+  // The bytes at the beginning that must be zeroed before the first launch.
+  PK_HOST_DEVICE size_t zeroed_bytes() const { return control_bytes() + ranks * size_t{8192}; }
   PK_HOST_DEVICE DeviceControl& control(std::byte* memory) const {
     return *reinterpret_cast<DeviceControl*>(memory);
   }
@@ -154,6 +160,7 @@ struct HostFlags {
   uint64_t stop;          // Written by the host. 0: continue. See stop_for().
   uint64_t reported;      // Written by the device: 1 once `failure` is complete.
   DeviceFailure failure;  // Written by the device.
+  uint64_t unreached;  // Written by the device: bit r if the link to rank r has failed its check.
 
   // The rank that is the reason in the low half, its RankStatus in the high half.
   PK_HOST_DEVICE static uint64_t stop_for(int rank, uint32_t status) {
