@@ -23,9 +23,9 @@
 #   make lint       ruff, clang-format, mypy
 #   make docs       the site, from docs/ and docstrings, into build/docs; only where they have changed
 #   make cuda-check every CUDA file for sm_80, sm_90 and sm_100; needs a CUDA toolkit, no GPU
-#   make gpu-check  tests, benchmarks and memory checks on this machine's GPU, in 8 minutes, with the
-#                   Python that is there (PYTHON=...; ARGS=--built: without the build, on the
-#                   extension that is there; ARGS=--dry-run: without a GPU)
+#   make gpu-check  the questions of bench/gpu/questions.toml to this machine's GPU, in 10 minutes, with
+#                   the Python that is there (PYTHON=...; ONLY='NAME ...': some; QUESTIONS=FILE:
+#                   others; ARGS=--dry-run: without a GPU)
 #   make bench-nccl collectives on 2 to 8 GPUs, in turn with NCCL, and pipes; with the Python that is
 #                   there (ARGS='--quick': tiny cases)
 #   make wheel      the source distribution and, from it, the wheel, by ordinary isolated builds into
@@ -210,7 +210,8 @@ cuda-check: $(TESTS)
 	PIPEKERNELS_TEST_EMITTED=1 $(BIN)/python -m pytest -q tests/csrc/test_emitted_code.py
 
 gpu-check:
-	$(PYTHON) -m bench.gpu.check $(ARGS)
+	$(PYTHON) -m bench.gpu.check $(if $(QUESTIONS),--questions '$(QUESTIONS)') $(ARGS) \
+	  $(if $(ONLY),--only $(ONLY))
 
 bench-nccl:
 	$(PYTHON) csrc/cmake/build_extension.py

@@ -1,18 +1,16 @@
-"""``make gpu-check``: builds for the local GPU, then tests, measures and checks, in 8 minutes.
-
-After the build all tests marked ``cuda`` are run, the most telling first. Benchmarks then have the
-machine for themselves, and compute-sanitizer, the slowest, comes last: what it finds is shown, and
-fails nothing.
+"""``make gpu-check``: asks the questions of a file, ``bench/gpu/questions.toml``, in ten minutes.
 
 Uses the Python that starts it, which needs torch with CUDA, pytest, pytest-timeout, hypothesis,
 pybind11, CMake and Ninja, but no network. With pytest-xdist, a test that hangs or crashes affects
-no other. Every step is a process with a time limit. If a step fails, the others are still run; if
-it is the build, on an extension built before, as with ``--built``. With ``--dry-run`` a machine
-without a GPU runs what it can of each step, on the CPU: whether all of them start and report. The
-summary at the end and the exit status report failures; what there was no time for is listed apart.
-Results go to ``$OUT``, or else ``bench/results/<gpu>``, in at most eight files:
+no other. An extension that was built for that Python and this GPU is taken as it is, else one is
+built. Every question is a process with a deadline of its own; whatever one does, the others are
+asked, in the order of the file. What is left of the ten minutes goes to the last one. With
+``--dry-run`` a machine without a GPU runs what it can of each question, on the CPU.
 
-* ``gpu_check.log``: all output, with the summary at the end.
+Results go to ``$OUT``, or else ``bench/results/<gpu>``, at once:
+
+* ``gpu_check.log``: all output, with the summary at the end; ``gpu_check.json``: the outcomes.
+* ``clocks.csv``: clocks and power of the GPU, once a second.
 * ``gpu.NAME.json``: the results of a benchmark, up to where it may have been stopped.
 """
 
@@ -23,8 +21,10 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -36,31 +36,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest needs it there.
 
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-u"]
-# Seconds of each step, 8 minutes in all. Time that a step does not use goes to the later ones.
-SHARES = {
-    "environment": 15,
-    "build": 110,
-    "kernels": 5,
-    "extension": 5,
-    "tests": 150,
-    "gpu.micro_batch": 20,
-    "gpu.pipe": 25,
-    "gpu.all_reduce": 35,
-    "gpu.p2p_copy": 15,
-    "gpu.soak": 15,
-    "gpu.sharded_gemm": 40,
-    "sanitizers": 45,
-}
-DEADLINES = dict(zip(SHARES, itertools.accumulate(SHARES.values()), strict=True))
-ENVIRONMENT = (
-    "nvidia-smi; nvcc --version; compute-sanitizer --version; "
-    "env | grep -E '^(CUDA|NCCL|PIPEKERNELS|PYTORCH|TORCH|TRITON|OMP)'; "
-    f"{sys.executable} -m torch.utils.collect_env"
-)
+QUESTIONS = Path(__file__).with_name("questions.toml")
+MOST = 600.0  # seconds of all questions, with the build
 GPU = """
 import json, torch
 from bench import records
@@ -69,11 +55,14 @@ gpu = torch.cuda.get_device_properties(0)
 print(json.dumps([str(records.results_folder()), f"{gpu.major}{gpu.minor}"]))
 """
 IMPORT = """
-from pipekernels import _backend
+from pipekernels import _backend, _version
 built = _backend.build_info()
-assert built["cuda"] or {dry}, "the extension was built without CUDA"
+assert built["version"] == _version.__version__, "it is of another version"
+assert built["cuda"] or {dry}, "it was built without CUDA"
+assert {dry} or "{architecture}" in built["cuda_architectures"], "it is for other GPUs"
 print("note: for", built.get("cuda_architectures"), "by CUDA", built.get("cuda_version"))
 """
+CLOCKS = "exec nvidia-smi -l 1 --format=csv --query-gpu=timestamp,clocks.sm,clocks.mem,power.draw"
 SKIPPED = 77  # exit status of a command that cannot run here; its last line says why
 PATIENCE = 5.0  # seconds to print stacks after a timeout, and to die
 ENDING = 10  # seconds of a benchmark's share that are reserved for its end
@@ -88,31 +77,73 @@ FIRST = [
 PYTEST = [*PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-rfE", "--tb=short"]
 CORES = len(os.sched_getaffinity(0))
 TEST_SECONDS = 90  # for one test; a few start processes that each load torch and CUDA
-TOGETHER = 8  # tests at the same time
-# Ranks that are processes take turns on the GPU, with each other and with whatever else uses it.
-MARKED = [
-    ("tests", "cuda and not processes", TOGETHER),
-    ("tests of ranks", "cuda and processes", 1),
-]
 # What pytest -v prints of a test, with pytest-xdist and without.
 TESTED = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] |tests\S+::.* )(PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE
 )
-# Name, tool, parts of bench/gpu/sanitized.py, environment. Without torch's caching each tensor is a
-# separate allocation, so that memcheck sees every access out of bounds. Not for collectives: ranks
-# must not allocate device memory while others wait.
-SANITIZERS: list[tuple[str, str, list[str], dict[str, str]]] = [
-    ("memcheck", "memcheck", ["copies", "gemm"], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
-    ("memcheck, collectives", "memcheck", ["collectives"], {}),
-    ("racecheck", "racecheck", ["copies", "collectives"], {}),
-    ("racecheck, GEMM", "racecheck", ["gemm"], {}),
-]
-OPTIONS = {
-    # Accesses only: API calls that query features may fail.
-    "memcheck": ["--report-api-errors", "no"],
-    # Waits for flags in memory are hazards of the level "warning".
-    "racecheck": ["--racecheck-detect-level", "error"],
-}
+
+
+class Question(NamedTuple):
+    """A table of the file. ``run`` (of a shell), ``code`` (after the file's ``prelude``), ``tests``
+    (pytest's expression of markers), ``bench`` (a benchmark) or ``sanitizer`` (its arguments) says
+    how it is asked.
+
+    Attributes:
+        name: by which ``--only`` knows it.
+        seconds: that it may take; all that are left if the file does not say.
+        together: tests that run at the same time.
+        group: neighbours of the same group are asked at the same time.
+        environment: further variables.
+        gates: whether a failure is one of the whole check.
+    """
+
+    name: str
+    seconds: float = math.inf
+    run: str = ""
+    code: str = ""
+    tests: str = ""
+    together: int = 1
+    bench: str = ""
+    sanitizer: str = ""
+    group: str = ""
+    environment: Mapping[str, str] = {}
+    gates: bool = True
+
+    def command(self, seconds: float, *, dry: bool) -> list[str]:
+        """What asks it; ``seconds`` are left."""
+        python = shlex.quote(sys.executable)
+        if self.run:
+            return ["sh", "-c", self.run.replace("{python}", python)]
+        if self.code:
+            return [*PYTHON, "-c", self.code]
+        if self.tests:
+            # All of them would take hours on few cores; these are enough to see that they run.
+            files = FIRST if dry else cuda_files()
+            return pytest_command(TEST_SECONDS, self.together, ["-m", self.tests, *files])
+        if self.bench:
+            limit = ["--seconds", str(max(1, int(seconds) - ENDING))]
+            on_cpu = ["--quick", "--device", "cpu"] if dry else []
+            return [*PYTHON, "-m", "bench", self.bench, *limit, *on_cpu]
+        toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+        path = f"{os.environ.get('PATH', '')}:{toolkit}/bin"
+        program = None if dry else shutil.which("compute-sanitizer", path=path)
+        if program is None:
+            return ["sh", "-c", f"echo compute-sanitizer is not installed; exit {SKIPPED}"]
+        arguments = self.sanitizer.replace("{python}", python)
+        return ["sh", "-c", f"{program} --error-exitcode 86 {arguments}"]
+
+
+def questions(path: Path, only: Sequence[str] = ()) -> list[Question]:
+    """Those of a file, in its order; ValueError if it has none of a name of ``only``."""
+    content: dict[str, Any] = tomllib.loads(path.read_text())
+    for table in content["question"]:
+        if "code" in table:
+            table["code"] = content["prelude"] + table["code"]
+    found = [Question(**table) for table in content["question"]]
+    names = [question.name for question in found]
+    if unknown := set(only) - set(names):
+        raise ValueError(f"no question {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    return [question for question in found if not only or question.name in only]
 
 
 class Outcome(NamedTuple):
@@ -190,7 +221,7 @@ def _signal(process: subprocess.Popen[str], number: int) -> None:
 
 
 class Check:
-    """One run of all steps.
+    """One run of all questions.
 
     Args:
         folder: where results go.
@@ -201,95 +232,63 @@ class Check:
     def __init__(self, folder: Path, architecture: str, *, dry: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.outcomes: list[Outcome] = []
-        self.sanitized: list[Outcome] = []
         self._folder, self._architecture, self._dry = folder, architecture, dry
         self._log = (folder / "gpu_check.log").open("w")
         self._lock = threading.Lock()
         self._begin = time.monotonic()
+        self._good = True
 
-    def run(self, *, built: bool = False) -> bool:
-        """Run all steps, the build only if not ``built`` before; returns whether none failed."""
-        self.step("environment", ["sh", "-c", ENVIRONMENT])
-        if not built:
-            self.build()
-        if self.step("extension", [*PYTHON, "-c", IMPORT.format(dry=self._dry)]).good:
-            self.tests()
-            for name in SHARES:
-                if name.startswith("gpu."):
-                    seconds = max(1, int(self._deadline(name) - time.monotonic()) - ENDING)
-                    command = [*PYTHON, "-m", "bench", name]
-                    dry = ["--quick", "--device", "cpu"] if self._dry else []
-                    self.step(name, [*command, "--seconds", str(seconds), *dry])
-            self.sanitizers()
-        return self.finish()
-
-    def step(self, name: str, command: list[str], environment: Mapping[str, str] = {}) -> Outcome:
-        """Run one command until the end of its share."""
-        outcome = run_step(name, command, environment, self._deadline(name))
-        return self._keep(outcome)
-
-    def build(self) -> None:
-        """Build for this GPU alone, and report what its kernels take."""
-        environment = {
-            "CUDAARCHS": self._architecture,
-            "PIPEKERNELS_CUDA": "1",
-            "PIPEKERNELS_KERNEL_REPORT": "1",
-        }
-        outcome = self.step("build", [*PYTHON, "csrc/cmake/build_extension.py"], environment)
-        if outcome.status == "passed":
-            compiled = ROOT / "build" / "gpu-check.log"  # those that were compiled anew
-            compiled.write_text(outcome.output)
-            self.step("kernels", [*PYTHON, "csrc/cmake/kernel_report.py", str(compiled)])
-
-    def tests(self) -> None:
-        """The tests, several at a time, but one of those that start ranks."""
-        # All of them would take hours on few cores; these are enough to see that they run.
-        files = FIRST if self._dry else cuda_files()
-        deadline = self._deadline("tests")
-
-        def run(name: str, marked: str, together: int) -> Outcome:
-            command = pytest_command(TEST_SECONDS, together, ["-m", marked, *files])
-            return run_step(name, command, {}, deadline)
-
-        with ThreadPoolExecutor() as pool:
-            for outcome in pool.map(run, *zip(*MARKED, strict=True)):
-                self._keep(tested(outcome, must_run=not self._dry))
-
-    def sanitizers(self) -> None:
-        """compute-sanitizer, all runs at the same time."""
-        with ThreadPoolExecutor(len(SANITIZERS)) as pool:
-            self.sanitized = list(pool.map(self._sanitize, SANITIZERS))
-
-    def _sanitize(self, sanitizer: tuple[str, str, list[str], dict[str, str]]) -> Outcome:
-        name, tool, parts, environment = sanitizer
-        toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-        path = f"{os.environ.get('PATH', '')}:{toolkit}/bin"
-        program = None if self._dry else shutil.which("compute-sanitizer", path=path)
-        if program is None:
-            return Outcome(name, "skipped", note="compute-sanitizer is not installed")
-        command = [program, "--tool", tool, "--error-exitcode", "86", *OPTIONS[tool]]
-        command += [*PYTHON, "-m", "bench.gpu.sanitized", *parts]
-        outcome = run_step(name, command, environment, self._deadline("sanitizers"))
-        self._write(f"\n==== {name}\n{outcome.output}")
-        if "Device not supported" in outcome.output:
-            return outcome._replace(status="skipped", note="it does not support this machine")
-        return outcome
-
-    def finish(self) -> bool:
-        """Log the summary; returns whether no step failed."""
-        late = [step.name for step in self.outcomes if step.status == "not run"]
+    def run(self, asked: Sequence[Question]) -> bool:
+        """Ask all; returns whether none failed."""
+        with (self._folder / "clocks.csv").open("w") as file:
+            clocks = subprocess.Popen(["sh", "-c", CLOCKS], stdout=file, stderr=file)
+            if self._has_extension():
+                for _, group in itertools.groupby(asked, lambda each: each.group or each.name):
+                    with ThreadPoolExecutor() as pool:
+                        list(pool.map(self._ask, group))
+            clocks.kill()
+            clocks.wait()
+        late = [outcome.name for outcome in self.outcomes if outcome.status == "not run"]
         self._write(
             "\n".join(["\n==== summary", *map(str, self.outcomes)])
             + f"\n\nnot run for lack of time: {', '.join(late) or 'nothing'}\n\n"
-            + "\n".join(["compute-sanitizer (fails nothing):", *map(str, self.sanitized)])
-            + f"\n\n{time.monotonic() - self._begin:.0f} s; results are in {self._folder}\n"
+            + f"{time.monotonic() - self._begin:.0f} s; results are in {self._folder}\n"
         )
         self._log.close()
-        return all(outcome.good for outcome in self.outcomes)
+        return self._good
 
-    def _keep(self, outcome: Outcome) -> Outcome:
+    def _has_extension(self) -> bool:
+        """Take the extension that is there, or build it for this GPU alone."""
+        code = IMPORT.format(dry=self._dry, architecture=self._architecture)
+        found = Question("extension", 30, run=f"{{python}} -c {shlex.quote(code)}", gates=False)
+        if self._ask(found).status == "passed" or self._dry:
+            return True
+        # The second command shows what the kernels take.
+        log = "build/gpu-check.log"
+        command = f"mkdir -p build; export PIPEKERNELS_CUDA=1 CUDAARCHS={self._architecture}; "
+        command += (
+            f"PIPEKERNELS_KERNEL_REPORT=1 {{python}} csrc/cmake/build_extension.py > {log} 2>&1 "
+        )
+        command += f"|| {{ cat {log}; exit 1; }}; {{python}} csrc/cmake/kernel_report.py {log}"
+        self._ask(Question("build", 110, run=command))
+        return self._ask(found._replace(name="built extension", gates=True)).good
+
+    def _ask(self, question: Question) -> Outcome:
+        now = time.monotonic()
+        patience = 5 if self._dry else 1  # A few cores do what a GPU's machine does.
+        deadline = min(now + patience * question.seconds, self._begin + patience * MOST)
+        command = question.command(deadline - now, dry=self._dry)
+        outcome = run_step(question.name, command, question.environment, deadline)
+        if question.tests:
+            outcome = tested(outcome, must_run=not self._dry)
+        if "Device not supported" in outcome.output and question.sanitizer:
+            outcome = outcome._replace(status="skipped", note="it does not support this machine")
         self._write(f"\n==== {outcome.name}\n{outcome.output}")
-        self.outcomes.append(outcome)
+        with self._lock:
+            self._good = self._good and (outcome.good or not question.gates)
+            self.outcomes.append(outcome)
+            rows = [each._replace(output="")._asdict() for each in self.outcomes]
+            (self._folder / "gpu_check.json").write_text(json.dumps(rows, indent=1) + "\n")
         return outcome
 
     def _write(self, text: str) -> None:
@@ -297,9 +296,6 @@ class Check:
             for stream in (self._log, sys.stdout):
                 stream.write(text)
                 stream.flush()
-
-    def _deadline(self, name: str) -> float:
-        return self._begin + DEADLINES[name]
 
 
 def cuda_files() -> list[str]:
@@ -336,25 +332,29 @@ def tested(outcome: Outcome, *, must_run: bool) -> Outcome:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.check", description=__doc__)
-    parser.add_argument("--built", action="store_true", help="take the extension that is there")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="some questions")
+    parser.add_argument("--questions", type=Path, default=QUESTIONS, help="a file of them")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, in build/gpu-check")
     args = parser.parse_args(arguments)
+    try:
+        asked = questions(args.questions, args.only)
+    except ValueError as error:
+        parser.error(str(error))
     if args.dry_run:
-        dry = Check(ROOT / "build" / "gpu-check", "90", dry=True)
-        return 0 if dry.run(built=args.built) else 1
-    asked = subprocess.run(  # Not in this process: a broken CUDA may break it.
+        return 0 if Check(ROOT / "build" / "gpu-check", "90", dry=True).run(asked) else 1
+    found = subprocess.run(  # Not in this process: a broken CUDA may break it.
         [*PYTHON, "-c", GPU], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
-    if asked.returncode:
+    if found.returncode:
         print(
-            f"gpu-check: {asked.stderr.strip().splitlines()[-1]}\n{sys.executable} has no torch "
+            f"gpu-check: {found.stderr.strip().splitlines()[-1]}\n{sys.executable} has no torch "
             "that sees a CUDA GPU. Run it on a machine with one, with PYTHON=<a Python whose torch "
             "has CUDA>; make cuda-check compiles without a GPU.",
             file=sys.stderr,
         )
         return 1
-    folder, architecture = json.loads(asked.stdout.splitlines()[-1])
-    return 0 if Check(Path(folder), architecture).run(built=args.built) else 1
+    folder, architecture = json.loads(found.stdout.splitlines()[-1])
+    return 0 if Check(Path(folder), architecture).run(asked) else 1
 
 
 if __name__ == "__main__":

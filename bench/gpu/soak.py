@@ -1,6 +1,6 @@
 """All-reduces of random sizes by ranks that share one GPU: none may hang, no bit may be wrong.
 
-A hundred thousand for each number of ranks, or as many as fit in ``--seconds``.
+Fifty thousand for each number of ranks, or as many as fit in ``--seconds``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.gpu.threads import ALGORITHMS, Threads, contents, expected
 from bench.harness import Options, Plan, Row
 from bench.timing import synchronize
 
-CALLS = 100_000
+CALLS = 50_000
 PARTS = {"2 ranks": 0.2, "4 ranks": 0.3, "8 ranks": 0.5}  # of the time there is
 BATCH = 50  # calls between two looks at the clock and at the results
 LARGEST = 1 << 18  # elements

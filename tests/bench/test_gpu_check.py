@@ -1,5 +1,6 @@
 """`make gpu-check` on the CPU: its steps, what a failure does, and a dry run of the whole."""
 
+import json
 import re
 import sys
 import time
@@ -73,45 +74,63 @@ def test_the_first_files_are_there_and_pytest_takes_the_options() -> None:
     assert run_step("it", command, {}, time.monotonic() + 60.0).status == "passed"
 
 
-@pytest.mark.parametrize("failing", [None, "gpu.pipe", "build", "memcheck"])
-def test_a_failing_step_is_reported_and_stops_no_other(
+@pytest.mark.parametrize("failing", [None, "gpu.pipe", "extension", "build", "memcheck"])
+def test_a_failing_question_is_reported_and_stops_no_other(
     failing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: dict[str, list[str]] = {}
+    begin = time.monotonic()
 
     def step(
         name: str, command: Sequence[str], environment: Mapping[str, str], deadline: float
     ) -> Outcome:
-        assert deadline < time.monotonic() + sum(check.SHARES.values()) <= time.monotonic() + 480
+        assert deadline < begin + 1 + check.MOST
         commands[name] = list(command)
-        status = "failed" if name == failing else "passed"
-        return Outcome(name, status, 1.0, output="[gw0] [  9%] PASSED tests/a.py::t")
+        fails = name == failing or (name == "extension" and failing == "build")
+        output = "[gw0] [  9%] PASSED tests/a.py::t"
+        return Outcome(name, "failed" if fails else "passed", 1.0, output=output)
 
-    monkeypatch.setattr(check, "ROOT", tmp_path)
-    (tmp_path / "build").mkdir()
     monkeypatch.setattr(check.shutil, "which", lambda program, path: program)
     monkeypatch.setattr(check, "run_step", step)
+    asked = check.questions(check.QUESTIONS)
+    # What compute-sanitizer finds is shown, and fails nothing; an extension may be missing.
     made = check.Check(tmp_path, "90")
-    # What compute-sanitizer finds is shown, and fails nothing.
-    assert made.run() == (failing in (None, "memcheck"))
-    outcomes = [*made.outcomes, *made.sanitized]
-    assert [each.name for each in outcomes if each.status == "failed"] == [failing] * bool(failing)
-    expected = {*check.SHARES, *(name for name, *_ in (*check.MARKED, *check.SANITIZERS))}
-    missing = {"sanitizers"} | ({"kernels"} if failing == "build" else set())
-    assert expected - missing <= set(commands)
-    assert commands["racecheck"][:3] == ["compute-sanitizer", "--tool", "racecheck"]
+    assert made.run(asked) == (failing not in ("gpu.pipe", "build"))
+    names = {question.name for question in asked}
+    built = {"build", "built extension"} if failing in ("extension", "build") else set()
+    assert set(commands) == {"extension"} | built | names
+    assert commands["racecheck"][-1].startswith(
+        "compute-sanitizer --error-exitcode 86 --tool racech"
+    )
+    limit = commands["gpu.soak"][commands["gpu.soak"].index("--seconds") + 1]
+    assert check.MOST - 60 < int(limit) < check.MOST  # All that is left.
     log = (tmp_path / "gpu_check.log").read_text()
     assert "==== summary" in log and (failing is None or f"{failing:<26} failed" in log)
+    saved = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert [each["name"] for each in saved] == [each.name for each in made.outcomes]
+    assert (tmp_path / "clocks.csv").exists()
 
 
-@pytest.mark.timeout(540)
+def test_questions_are_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [each.name for each in check.questions(check.QUESTIONS, ["repeat"])] == ["repeat"]
+    own = tmp_path / "own.toml"
+    own.write_text("prelude = 'x = 1;'\n[[question]]\nname = 'mine'\ncode = 'print(x)'\n")
+    (mine,) = check.questions(own)
+    outcome = run_step("it", mine.command(9, dry=True), {}, time.monotonic() + 60)
+    assert outcome.output == "1\n"
+    with pytest.raises(SystemExit):
+        check.main(["--questions", str(own), "--only", "mine", "other"])
+    assert "no question other; there are mine" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_dry_run_reports_every_step(capfd: pytest.CaptureFixture[str]) -> None:
-    check.main(["--dry-run", "--built"])
+def test_a_dry_run_asks_every_question(capfd: pytest.CaptureFixture[str]) -> None:
+    check.main(["--dry-run"])
     summary = capfd.readouterr().out.partition("==== summary")[2]
-    for step in set(check.SHARES) - {"build", "kernels", "sanitizers"}:
-        line = rf"^{re.escape(step)} +(passed|skipped|timed out|failed) "
-        assert re.search(line, summary, re.MULTILINE), step
+    for question in check.questions(check.QUESTIONS):
+        line = rf"^{re.escape(question.name)} +(passed|skipped) "
+        assert re.search(line, summary, re.MULTILINE), question.name
     assert "not run for lack of time: nothing" in summary
 
 
