@@ -35,6 +35,7 @@ class Native:
 
     def __init__(self, core: Any, *_: Any) -> None:
         self._allocate = core.allocate
+        self.broken_links, self.has_slow_links = "", False
 
     def allocate(self, sizes: Any, dtype: int, stream: int) -> Any:
         return self._allocate(sizes, dtype)
