@@ -22,7 +22,12 @@ from pipekernels import _backend
 GPUS = [torch.device("cuda", 100), torch.device("cuda", 101)]
 TICKET = SimpleNamespace(wait=lambda *_: True, synchronize=lambda: None, is_done=lambda: True)
 EDGE = SimpleNamespace(
-    has_peer_access=False, has_broken_link=False, leaving=1, arriving=2, send=lambda *_: False, mark=lambda *_: True
+    has_peer_access=False,
+    has_broken_link=False,
+    leaving=1,
+    arriving=2,
+    send=lambda *_: False,
+    mark=lambda *_: True,
 )
 
 
