@@ -2,6 +2,7 @@
 
 from pipekernels.huggingface.accelerator import adapt_accelerator
 from pipekernels.huggingface.adapters import Peft, add_adapters
+from pipekernels.huggingface.decoding import compile_decoding
 from pipekernels.huggingface.load import load_pretrained
 from pipekernels.huggingface.plans import Transformers
 from pipekernels.huggingface.trainer import TrainerMixin
@@ -11,6 +12,7 @@ __all__ = [
     "TrainerMixin",
     "adapt_accelerator",
     "add_adapters",
+    "compile_decoding",
     "load_pretrained",
 ]
 

@@ -35,6 +35,7 @@ __all__ = [
     "check_invariance",
     "checkpoint_state_dict",
     "clip_grad_norm_",
+    "compile_decoding",
     "full_optimizer_state_dict",
     "full_state_dict",
     "load_full_optimizer_state_dict",
@@ -46,7 +47,13 @@ __all__ = [
     "vocab_parallel_cross_entropy",
 ]
 
-_IN_HUGGINGFACE = {"TrainerMixin", "adapt_accelerator", "add_adapters", "load_pretrained"}
+_IN_HUGGINGFACE = {
+    "TrainerMixin",
+    "adapt_accelerator",
+    "add_adapters",
+    "compile_decoding",
+    "load_pretrained",
+}
 
 
 def __getattr__(name: str) -> Any:

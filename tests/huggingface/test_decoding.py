@@ -1,0 +1,135 @@
+"""``generate`` with compiled decoder layers."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.levels import in_gate
+from support.models import DECODERS, ENCODERS, model_of, run_sharded, tokens
+from support.ranks import run_processes
+from torch._dynamo.testing import CompileCounter
+
+from pipekernels import Communicator, tensor_parallelize
+from pipekernels.huggingface import compile_decoding
+from pipekernels.tensor_parallel import quantize_weights, tensor_unparallelize
+
+pytestmark = [pytest.mark.slow, pytest.mark.compile]
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
+    """Counts programs, which run as they were traced."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    def compiled(function: Any, options: dict[str, Any], *, compile: Any, **rest: Any) -> Any:
+        del options["size_asserts"]  # Of the default compiler.
+        return compile(function, backend=counter, options=options, **rest)
+
+    monkeypatch.setattr(torch, "compile", partial(compiled, compile=torch.compile))
+    return counter
+
+
+@pytest.mark.parametrize(
+    "name", in_gate(["Llama", "Gemma 2", "GPT-NeoX", "GPT-2", "Bloom"], list(DECODERS))
+)
+def test_tokens_are_those_of_the_eager_model(name: str, counter: CompileCounter) -> None:
+    model = model_of(name).eval()
+    prompt = tokens(2, 5)
+    padded = torch.ones_like(prompt)
+    padded[0, :2] = 0
+    calls: list[dict[str, Any]] = [
+        {"inputs": prompt},
+        {"inputs": prompt[:, :3], "max_new_tokens": 30},
+        {"inputs": prompt, "attention_mask": padded},
+        {"inputs": prompt, "num_beams": 3},
+        {"inputs": prompt.repeat(4, 1)},
+        {"inputs": prompt[:1]},
+    ]
+    expected = [model.generate(**GREEDY | call) for call in calls]
+    compiled = compile_decoding(copy.deepcopy(model), max_length=64)
+    assert compile_decoding(compiled, max_length=64) is compiled
+    for call, each in zip(calls, expected, strict=True):
+        assert torch.equal(compiled.generate(**GREEDY | call), each)
+    assert counter.frame_count > 0
+    torch.manual_seed(0)
+    sampled = model.generate(prompt, max_new_tokens=9, do_sample=True)
+    torch.manual_seed(0)
+    assert torch.equal(compiled.generate(prompt, max_new_tokens=9, do_sample=True), sampled)
+
+
+def test_layers_share_a_program_that_serves_texts_of_all_lengths(counter: CompileCounter) -> None:
+    model = compile_decoding(model_of("Llama").eval(), max_length=64)
+    assert len(model.model.layers) == 2
+    for length in 5, 3, 20:
+        model.generate(tokens(2, length), **GREEDY)
+    assert counter.frame_count == 1
+    for batch in 3, 4, 7:
+        model.generate(tokens(batch, 5), **GREEDY)
+    assert counter.frame_count == 2
+
+
+def test_what_is_no_step_of_decoding_runs_as_before(counter: CompileCounter) -> None:
+    plain = model_of("Llama")
+    model = compile_decoding(copy.deepcopy(plain), max_length=64)
+    x = tokens(2, 1)
+    model(x).logits.sum().backward()
+    plain(x).logits.sum().backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)
+    assert counter.frame_count == 0
+
+
+def test_a_copy_decodes_with_its_own_weights(counter: CompileCounter) -> None:
+    model = compile_decoding(model_of("Llama").eval(), max_length=64)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    expected = model_of("Llama").eval().generate(tokens(2, 5), **GREEDY)
+    assert torch.equal(copied.generate(tokens(2, 5), **GREEDY), expected)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_sharded_layers(int8: bool, counter: CompileCounter) -> None:
+    def body(model: Any, comm: Communicator) -> None:
+        before = {name: vars(module).get("forward") for name, module in model.named_modules()}
+        if int8:
+            quantize_weights(model)
+        expected = model.generate(tokens(2, 5), **GREEDY)
+        compile_decoding(model, max_length=64)
+        assert torch.equal(model.generate(tokens(2, 5), **GREEDY), expected)
+        if not int8:
+            tensor_unparallelize(model)
+            after = {name: vars(module).get("forward") for name, module in model.named_modules()}
+            assert after == before
+
+    run_sharded(model_of("Llama").eval(), 1, body)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="takes a transformers model that generates; Linear"):
+        compile_decoding(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="the model is on meta"):
+        compile_decoding(model_of("Llama").to("meta"))
+    encoder_and_decoder = transformers.T5ForConditionalGeneration(copy.deepcopy(ENCODERS["T5"]))
+    with pytest.raises(ValueError, match="takes a decoder alone"):
+        compile_decoding(encoder_and_decoder)
+
+
+def generated(comm: Communicator) -> list[Any]:
+    model = tensor_parallelize(model_of("Llama").eval(), "auto", comm)
+    expected = model.generate(tokens(2, 5), **GREEDY).tolist()
+    compile_decoding(model, max_length=64)
+    return [expected, model.generate(tokens(2, 5), **GREEDY).tolist()]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_ranks_compile_at_the_same_time() -> None:
+    (expected, first), other = run_processes(2, generated, limit=580.0)
+    assert first == expected and other == [expected, expected]
