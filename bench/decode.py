@@ -9,11 +9,13 @@ against those of one process.
 * ``one thread``, ``two threads``: the bare model in one process.
 * ``pipekernels``: ``tensor_parallelize(model, "auto", comm)`` on two processes of one thread each,
   as transformers' below.
+* ``compiled``: the two above after ``compile_decoding(model)``.
 * ``transformers``: its own ``tp_plan="auto"``, on Gloo; then the same on the ``torch.distributed``
   backend ``pipekernels``.
 * ``pipekernels, int8``: ours, with weights of int8 and activations in bfloat16.
 * ``llama.cpp``, ``CTranslate2``: with two threads; in the case ``int8``, with weights of q8_0 and
   int8. CTranslate2 does not compute in bfloat16 on all CPUs.
+* ``a read of the weights``: as many bytes, summed by two threads as float32: the memory's speed.
 """
 
 from __future__ import annotations
@@ -61,15 +63,16 @@ CASES = {
 }
 PLOTTED = "float32", "bfloat16"
 EVERY = (
-    *("one thread", "two threads", "pipekernels"),
+    *("one thread", "two threads", "two threads, compiled"),
+    *("pipekernels", "pipekernels, compiled", "a read of the weights"),
     *("transformers, Gloo", "transformers, backend pipekernels"),
 )
 CANDIDATES = {
     "float32": (*EVERY, "llama.cpp, f32", "CTranslate2, float32"),
     "bfloat16": (*EVERY, "llama.cpp, bf16"),
     "int8": (
-        *("two threads", "pipekernels", "pipekernels, int8"),
-        *("llama.cpp, q8_0", "CTranslate2, int8"),
+        *("two threads", "pipekernels", "pipekernels, int8", "pipekernels, int8, compiled"),
+        *("a read of the weights", "llama.cpp, q8_0", "CTranslate2, int8"),
     ),
     "experts, float32": ("two threads", "pipekernels"),
     "experts, bfloat16": ("two threads", "pipekernels"),
@@ -141,14 +144,34 @@ def _loaded(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
 
 
-def _bare(rank: int, port: int, serve: Serve, folder: Path, dtype: torch.dtype, n: int) -> None:
-    serve_tokens(_loaded(folder, dtype), folder, serve, n)
+def _reading(rank: int, port: int, serve: Serve, folder: Path, kind: torch.dtype) -> None:
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))  # In float32.
+    torch.set_num_threads(RANKS)
+    serve(repeated(torch.ones(size // 4 * kind.itemsize // 4).sum, 20))
+
+
+def _bare(
+    rank: int, port: int, serve: Serve, folder: Path, dtype: torch.dtype, n: int, compiled: bool
+) -> None:
+    from pipekernels.huggingface import compile_decoding
+
+    model = _loaded(folder, dtype)
+    if compiled:
+        compile_decoding(model, PROMPT + NEW)
+    serve_tokens(model, folder, serve, n)
 
 
 def _pipekernels(
-    rank: int, port: int, serve: Serve, folder: Path, dtype: torch.dtype, int8: bool
+    rank: int,
+    port: int,
+    serve: Serve,
+    folder: Path,
+    dtype: torch.dtype,
+    int8: bool,
+    compiled: bool,
 ) -> None:
     from pipekernels import Communicator
+    from pipekernels.huggingface import compile_decoding
     from pipekernels.tensor_parallel import quantize_weights, tensor_parallelize
 
     join("gloo", rank, RANKS, port)
@@ -156,6 +179,8 @@ def _pipekernels(
         model = tensor_parallelize(_loaded(folder, dtype), "auto", comm)
         if int8:
             quantize_weights(model)
+        if compiled:
+            compile_decoding(model, PROMPT + NEW)
         serve_tokens(model, folder, serve)
 
 
@@ -167,10 +192,14 @@ def _transformers(
 
 
 WORKERS: dict[str, tuple[Any, ...]] = {
-    "one thread": (1, _bare, 1),
-    "two threads": (1, _bare, RANKS),
-    "pipekernels": (RANKS, _pipekernels, False),
-    "pipekernels, int8": (RANKS, _pipekernels, True),
+    "a read of the weights": (1, _reading),
+    "one thread": (1, _bare, 1, False),
+    "two threads": (1, _bare, RANKS, False),
+    "two threads, compiled": (1, _bare, RANKS, True),
+    "pipekernels": (RANKS, _pipekernels, False, False),
+    "pipekernels, compiled": (RANKS, _pipekernels, False, True),
+    "pipekernels, int8": (RANKS, _pipekernels, True, False),
+    "pipekernels, int8, compiled": (RANKS, _pipekernels, True, True),
     **{f"llama.cpp, {kind}": (1, llama_cpp, kind) for kind in ("f32", "bf16", "q8_0")},
     **{f"CTranslate2, {kind}": (1, ctranslate2, kind) for kind in ("float32", "int8")},
     "transformers, Gloo": (RANKS, _transformers, "gloo"),
