@@ -12,34 +12,34 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 900,
+    "pipekernels": 920,
     "pipekernels/balance": 360,
     "pipekernels/binding": 280,
-    "pipekernels/comm": 1_510,
-    "pipekernels/comm/hosts": 570,
+    "pipekernels/comm": 1_560,
+    "pipekernels/comm/hosts": 600,
     "pipekernels/comm/join": 440,
     "pipekernels/comm/process_group": 500,
     "pipekernels/device": 450,
-    "pipekernels/huggingface": 2_240,
+    "pipekernels/huggingface": 2_430,
     "pipekernels/kernels": 650,
     "pipekernels/local_ops": 1_300,
     "pipekernels/ops": 50,
-    "pipekernels/pipeline": 530,
-    "pipekernels/pipeline/engine": 1_510,
-    "pipekernels/pipeline/placement": 440,
-    "pipekernels/pipeline/schedule": 450,
-    "pipekernels/pipeline/spmd": 470,
-    "pipekernels/pipeline/stage": 1_670,
-    "pipekernels/pipeline/values": 780,
+    "pipekernels/pipeline": 520,
+    "pipekernels/pipeline/engine": 1_500,
+    "pipekernels/pipeline/placement": 240,
+    "pipekernels/pipeline/schedule": 410,
+    "pipekernels/pipeline/spmd": 460,
+    "pipekernels/pipeline/stage": 1_660,
+    "pipekernels/pipeline/values": 640,
     "pipekernels/tensor_parallel": 2_420,
     "pipekernels/tensor_parallel/arithmetic": 620,
     "pipekernels/tensor_parallel/int8": 330,
     "pipekernels/tensor_parallel/plan": 1_400,
-    "tests": 25_780,
-    "bench": 5_430,
+    "tests": 25_690,
+    "bench": 5_470,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 19_800, "core": 15_990}
+TOTALS = {"pipekernels": 19_660, "core": 15_640}
 
 
 def lines(files: Iterable[Path]) -> int:
