@@ -49,7 +49,8 @@ def compile_decoding(model: nn.Module, max_length: int | None = None) -> nn.Modu
     Raises:
         ValueError: ``model`` cannot be compiled by layers, or is on a GPU, where ``generate`` with
             ``cache_implementation="static"`` compiles by itself; or torch is older than 2.10.
-        RuntimeError: while generating, a layer needs more of a cache than to add to it.
+        torch._dynamo.exc.Unsupported: while generating, of a layer that cannot be compiled by
+            itself, or that needs more of a cache than to add to it.
     """
     programs: _Programs = {}
     for layer in _decoder_layers(model):
@@ -177,10 +178,4 @@ class _Step:
         own = _OwnCache(cache.layers[self._index])
         args = tuple(own if each is cache else each for each in args)
         kwargs = {name: own if each is cache else each for name, each in kwargs.items()}
-        try:
-            return self._program(self._layer, x, *args, **kwargs)
-        except torch._dynamo.exc.Unsupported as error:
-            raise RuntimeError(
-                f"{type(self._layer).__name__} cannot be compiled by itself; call generate() "
-                "without compile_decoding"
-            ) from error
+        return self._program(self._layer, x, *args, **kwargs)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.models import GROUPED, SIZES, config_of, tokens
 from support.ranks import run_threads
+from support.sweeps import families
 from torch import nn
 
 from pipekernels import Communicator, tensor_parallelize
@@ -91,3 +92,16 @@ def test_prefix_tuning_is_refused() -> None:
     model = peft.get_peft_model(build(config_of("Llama", **GROUPED)), config)
     with pytest.raises(ValueError, match="prefix tuning.*use LoRA"):
         tensor_parallelize(model, "auto", Communicator.threads(1)[0])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(16))
+def test_families_are_sharded_right_or_refused(part: int) -> None:
+    """All of transformers, as docs/families.md lists them."""
+    found = [families.look_at(name) for name in families.names()[part::16]]
+    assert not [finding for finding in found if finding.state in ("differs", "fails")]
+    if families.transformers.__version__ in families.PAGE.read_text():
+        listed = families.PAGE.read_text()
+        missing = [f for f in found if f.state == "equal" and f"{f.family} (" not in listed]
+        assert not missing, "docs/families.md is not that of this program; run it"

@@ -94,7 +94,7 @@ def test_a_state_dict_hook_that_replaces_shards_is_refused() -> None:
     (comm,) = Communicator.threads(1)
     model = nn.Sequential(ColumnParallelLinear(4, 6, comm=comm))
     hook = model.register_state_dict_post_hook(halve)
-    with pytest.raises(RuntimeError, match="in place of parameters of sharded layers; remove it"):
+    with pytest.raises(RuntimeError, match="has replaced parameters of sharded layers; remove it"):
         full_state_dict(model)
     hook.remove()
     assert full_state_dict(model)["0.weight"].shape == (6, 4)
