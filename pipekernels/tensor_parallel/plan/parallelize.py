@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.arithmetic import arithmetic_of
+from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.changes import set_attribute
+from pipekernels.tensor_parallel.linear import ColumnParallelLinear
 from pipekernels.tensor_parallel.plan.check import first_difference, outputs_of
 from pipekernels.tensor_parallel.plan.kinds import SUMMED, HookKind, LayerKind
 from pipekernels.tensor_parallel.plan.matching import match
 from pipekernels.tensor_parallel.plan.providers import PROVIDERS, base_of
 from pipekernels.tensor_parallel.plan.unparallelize import tensor_unparallelize
-from pipekernels.tensor_parallel.sharded import ShardedLayer
+from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_layers
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -118,8 +120,10 @@ def tensor_parallelize(
             set_attribute(base.get_submodule(name), attribute, by_rank[comm.rank])
     for provider in PROVIDERS:
         provider.prepare(model)
-    if plan == "auto":
-        _warn_of_whole_layers(model, full_elements, comm)
+    if comm.rank == 0:
+        _warn_of_uneven_dropout(base)
+        if plan == "auto":
+            _warn_of_whole_layers(model, full_elements, comm.world_size)
     return model
 
 
@@ -140,17 +144,44 @@ def _shard(
     return shard
 
 
-def _warn_of_whole_layers(model: nn.Module, full_elements: int, comm: Communicator) -> None:
+def _warn_of_whole_layers(model: nn.Module, full_elements: int, world_size: int) -> None:
     """Warn if a rank still holds most of the elements."""
     share = _elements(model) / max(1, full_elements)
-    if comm.rank == 0 and 1 - share < 0.2 * (1 - 1 / comm.world_size):
+    if 1 - share < 0.2 * (1 - 1 / world_size):
         warnings.warn(
-            f"a rank of {comm.world_size} holds {share:.2f} of the parameters of "
+            f"a rank of {world_size} holds {share:.2f} of the parameters of "
             f"{type(model).__name__}: the plan 'auto' leaves most layers whole; plan_for(model, "
-            f"{comm.world_size}) shows which it shards, and a plan of your own can name others",
+            f"{world_size}) shows which it shards, and a plan of your own can name others",
             UserWarning,
             stacklevel=3,
         )
+
+
+def _warn_of_uneven_dropout(model: nn.Module) -> None:
+    """Warn if ranks will draw different counts of random numbers."""
+    for shard in sharded_layers(model):
+        parent = (shard.name or "").rpartition(".")[0]
+        is_column = isinstance(shard, ColumnParallelLinear) and not shard.gather_output
+        is_cut_inside = is_column or isinstance(shard, ParallelMultiheadAttention)
+        is_uneven = is_cut_inside and shard.is_uneven
+        if is_uneven and any(map(_drops, model.get_submodule(parent).modules())):
+            warnings.warn(
+                f"ranks hold shares of {shard.name!r} of different sizes, and there is dropout in "
+                f"{parent or 'the model'!r}: if it drops what is shared out, ranks draw different "
+                "counts of random numbers in training, and then other ones where all must draw the "
+                "same; set it to 0, or let the number of ranks divide the features, or the heads",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def _drops(module: nn.Module) -> bool:
+    """nn.Dropout has its rate in ``p``, attention an attribute of its own."""
+    rates = {key: value for key, value in vars(module).items() if isinstance(value, float)}
+    return any(rate > 0 for key, rate in rates.items() if "dropout" in key) or (
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    )
 
 
 def _check_ranks_agree(
