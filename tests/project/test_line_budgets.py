@@ -31,15 +31,15 @@ BUDGETS = {
     "pipekernels/pipeline/spmd": 460,
     "pipekernels/pipeline/stage": 1_660,
     "pipekernels/pipeline/values": 640,
-    "pipekernels/tensor_parallel": 2_420,
+    "pipekernels/tensor_parallel": 2_430,
     "pipekernels/tensor_parallel/arithmetic": 620,
     "pipekernels/tensor_parallel/int8": 330,
-    "pipekernels/tensor_parallel/plan": 1_400,
-    "tests": 25_690,
+    "pipekernels/tensor_parallel/plan": 1_430,
+    "tests": 25_720,
     "bench": 5_470,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 19_660, "core": 15_640}
+TOTALS = {"pipekernels": 19_690, "core": 15_680}
 
 
 def lines(files: Iterable[Path]) -> int:
