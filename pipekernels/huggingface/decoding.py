@@ -49,8 +49,8 @@ def compile_decoding(model: nn.Module, max_length: int | None = None) -> nn.Modu
     Raises:
         ValueError: ``model`` cannot be compiled by layers, or is on a GPU, where ``generate`` with
             ``cache_implementation="static"`` compiles by itself; or torch is older than 2.10.
-        torch._dynamo.exc.Unsupported: while generating, of a layer that cannot be compiled by
-            itself, or that needs more of a cache than to add to it.
+        RuntimeError: of the compiler, while generating: a layer cannot be compiled by itself, or
+            needs more of a cache than to add to it.
     """
     programs: _Programs = {}
     for layer in _decoder_layers(model):
