@@ -213,7 +213,7 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     layers = SHAPES[name]["num_hidden_layers"]
     size = (QUICK_NEW, QUICK_LAYERS) if options.quick else (NEW, layers)
     folder = Path(saved(name, *size).name)
-    return Turns(started(WORKERS, names, folder, dtype), 1, 3 if options.quick else 5)
+    return Turns(started(WORKERS, names, folder, dtype), 1, 3)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import multiprocessing
 import os
@@ -56,6 +57,7 @@ class Processes:
             theirs.close()
             self._ends.append(ours)
             self._processes.append(process)
+        self._answers()  # Candidates get ready one after another.
 
     def __call__(self, *arguments: Any) -> float:
         """Let every process take a turn, with these arguments.
@@ -64,21 +66,25 @@ class Processes:
             RuntimeError: one has ended.
             TimeoutError: one does not answer.
         """
-        seconds = []
-        try:
-            for end in self._ends:
+        for end in self._ends:
+            with contextlib.suppress(ConnectionError):  # Its answer says so.
                 end.send(arguments)
+        return max(self._answers())
+
+    def _answers(self) -> list[float]:
+        found = []
+        try:
             for end in self._ends:
                 if not end.poll(self.limit):
                     raise TimeoutError(
                         f"a process of {self._name} did not answer in {self.limit} s"
                     )
-                seconds.append(end.recv())
+                found.append(end.recv())
         except (EOFError, ConnectionError) as error:
             raise RuntimeError(
                 f"a process of {self._name} has ended; it has printed why"
             ) from error
-        return max(seconds)
+        return found
 
     def close(self) -> None:
         """Kill them: threads of a candidate can keep an interpreter from exiting."""
@@ -140,6 +146,7 @@ def _main(
     warnings.simplefilter("ignore")
 
     def serve(turn: Callable[..., float]) -> None:
+        end.send(0.0)
         while True:
             end.send(turn(*end.recv()))
 

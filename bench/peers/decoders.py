@@ -37,7 +37,7 @@ OF_LAYER = {
 
 def llama_cpp(rank: int, port: int, serve: Serve, folder: Path, dtype: Any, kind: str) -> None:
     """A worker: llama.cpp, with weights of the GGUF type ``kind``."""
-    from llama_cpp import Llama
+    from llama_cpp import Llama, llama_get_logits
 
     with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".gguf") as file:
         write_gguf(folder, Path(file.name), kind)
@@ -46,11 +46,11 @@ def llama_cpp(rank: int, port: int, serve: Serve, folder: Path, dtype: Any, kind
 
     def decode(prompt: list[int], new: int) -> list[int]:
         model.reset()
-        model.eval(prompt)
-        found = [int(np.argmax(model.scores[model.n_tokens - 1]))]
+        found: list[int] = []
         while len(found) < new:
-            model.eval(found[-1:])
-            found.append(int(np.argmax(model.scores[model.n_tokens - 1])))
+            model.eval(found[-1:] or prompt)
+            logits = llama_get_logits(model.ctx)  # Of the last token.
+            found.append(int(np.argmax(np.ctypeslib.as_array(logits, (model.n_vocab(),)))))
         return found
 
     _serve(decode, serve, folder, exact=kind == "f32")
