@@ -63,12 +63,6 @@ class ShardedLayer(nn.Module):
         self.invariant = invariant
         self.arithmetic = arithmetic_of(invariant)
 
-    @property
-    def is_uneven(self) -> bool:
-        """Whether a rank computes more features than another."""
-        sizes = self.blocks or [self.full_shape(name)[dim] for name, dim in self.shard_dims.items()]
-        return any(len(set(shares(size, self.world_size, self.heads))) > 1 for size in sizes)
-
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The shape that the parameter ``name`` of the full layer has."""
         raise NotImplementedError

@@ -31,10 +31,10 @@ BUDGETS = {
     "pipekernels/pipeline/spmd": 460,
     "pipekernels/pipeline/stage": 1_660,
     "pipekernels/pipeline/values": 640,
-    "pipekernels/tensor_parallel": 2_430,
+    "pipekernels/tensor_parallel": 2_420,
     "pipekernels/tensor_parallel/arithmetic": 620,
     "pipekernels/tensor_parallel/int8": 330,
-    "pipekernels/tensor_parallel/plan": 1_430,
+    "pipekernels/tensor_parallel/plan": 1_440,
     "tests": 25_720,
     "bench": 5_470,
 }

@@ -16,6 +16,7 @@ from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.arithmetic import arithmetic_of
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.changes import set_attribute
+from pipekernels.tensor_parallel.functional import shares
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear
 from pipekernels.tensor_parallel.plan.check import first_difference, outputs_of
 from pipekernels.tensor_parallel.plan.kinds import SUMMED, HookKind, LayerKind
@@ -163,7 +164,7 @@ def _warn_of_uneven_dropout(model: nn.Module) -> None:
         parent = (shard.name or "").rpartition(".")[0]
         is_column = isinstance(shard, ColumnParallelLinear) and not shard.gather_output
         is_cut_inside = is_column or isinstance(shard, ParallelMultiheadAttention)
-        is_uneven = is_cut_inside and shard.is_uneven
+        is_uneven = is_cut_inside and _is_uneven(shard)
         if is_uneven and any(map(_drops, model.get_submodule(parent).modules())):
             warnings.warn(
                 f"ranks hold shares of {shard.name!r} of different sizes, and there is dropout in "
@@ -176,12 +177,17 @@ def _warn_of_uneven_dropout(model: nn.Module) -> None:
             return
 
 
+def _is_uneven(shard: ShardedLayer) -> bool:
+    """Whether a rank computes more features than another."""
+    sizes = shard.blocks or [shard.full_shape(name)[dim] for name, dim in shard.shard_dims.items()]
+    return any(len(set(shares(size, shard.world_size, shard.heads))) > 1 for size in sizes)
+
+
 def _drops(module: nn.Module) -> bool:
     """nn.Dropout has its rate in ``p``, attention an attribute of its own."""
     rates = {key: value for key, value in vars(module).items() if isinstance(value, float)}
-    return any(rate > 0 for key, rate in rates.items() if "dropout" in key) or (
-        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-    )
+    is_dropout = "Dropout" in type(module).__name__
+    return any(rate > 0 for key, rate in rates.items() if "dropout" in key or is_dropout)
 
 
 def _check_ranks_agree(
