@@ -114,7 +114,8 @@ def saved(name: str, new: int, layers: int) -> Any:
 def generate(model: Any, new: int) -> torch.Tensor:
     """Prompt and new tokens."""
     prompt = torch.randint(3, 32000, (1, PROMPT), generator=torch.Generator().manual_seed(1))
-    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    model.generation_config.eos_token_id = None  # Every one generates as many.
+    options = {"max_new_tokens": new, "do_sample": False}
     found: torch.Tensor = model.generate(prompt, attention_mask=prompt != 0, **options)
     return found
 

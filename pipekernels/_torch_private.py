@@ -164,6 +164,16 @@ tangents_are_enabled = torch._C._is_fwd_grad_enabled
 # ---- modes, the profiler, the compiler ----
 
 
+def inductor(
+    graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]
+) -> Callable[..., Sequence[Any]]:
+    """The default compiler of ``torch.compile``, as a part of another backend."""
+    import torch._inductor
+
+    compiled: Callable[..., Sequence[Any]] = torch._inductor.compile(graph, inputs, options)
+    return compiled
+
+
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator: a graph break for ``torch.compile``.
 

@@ -71,10 +71,15 @@ def skinny_partial(x: Tensor, weight: Tensor, slabs: int) -> Tensor | None:
 
 def may_be_skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether the kernel may apply: it need not, where memory, dtypes or shapes do not fit."""
-    if type(x) is not Tensor or not x.is_cpu or needs_dispatcher():
+    if type(x) is not Tensor or not x.is_cpu or not is_bare(x, weight, bias):
         return False
-    most_rows = _backend.load().SKINNY_ROWS
-    if x.numel() > most_rows * weight.shape[-1] or torch.is_autocast_enabled("cpu"):
+    most_rows: int = _backend.load().SKINNY_ROWS
+    return x.numel() <= most_rows * weight.shape[-1]
+
+
+def is_bare(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product concerns neither autograd nor autocast nor a dispatch mode."""
+    if needs_dispatcher() or torch.is_autocast_enabled("cpu"):
         return False
     trained = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     return not (trained and torch.is_grad_enabled())

@@ -19,9 +19,14 @@ from pipekernels import _backend
 from pipekernels._torch_private import reference_to, tensor_of
 from pipekernels.comm import Communicator
 from pipekernels.comm.collectives import sum_of_outputs
-from pipekernels.local_ops.int8_linear import int8_linear
+from pipekernels.local_ops.int8_linear import blockwise_into, int8_linear, is_emulated
 from pipekernels.local_ops.sharded_gemm import as_matrix, gemm_into, sharded_gemm
-from pipekernels.local_ops.skinny_gemm import may_be_skinny, skinny_into, skinny_linear
+from pipekernels.local_ops.skinny_gemm import (
+    is_bare,
+    may_be_skinny,
+    skinny_into,
+    skinny_linear,
+)
 
 SMALL_ROW = 1024  # Bytes.
 
@@ -36,7 +41,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """:func:`linear` for operands that :func:`skinny_linear` does not take."""
-    return sharded_gemm(x, weight, bias) if x.is_cuda else functional.linear(x, weight, bias)
+    if x.is_cuda:
+        return sharded_gemm(x, weight, bias)
+    is_plain = type(x) is Tensor and x.is_cpu and x.dtype == weight.dtype
+    if is_plain and is_bare(x, weight, bias) and is_emulated(x.dtype):
+        out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+        blockwise_into(as_matrix(out), as_matrix(x), weight, None, bias)
+        return out
+    return functional.linear(x, weight, bias)
 
 
 def skinny_all_reduce(x: Tensor, weight: Tensor, comm: Communicator) -> Tensor | None:
@@ -64,6 +76,8 @@ def linear_all_reduce(x: Tensor, weight: Tensor, comm: Communicator, scatter: bo
     rows, product = (x, out) if x.dim() == 2 else (as_matrix(x), as_matrix(out))
     if x.is_cuda:
         gemm_into(product, rows, weight)
+    elif x.is_cpu and is_emulated(x.dtype):
+        blockwise_into(product, rows, weight)
     else:
         torch.mm(rows, weight.t(), out=product)
     return comm.reduce_scatter(out) if scatter else sum_of_outputs(comm, out)

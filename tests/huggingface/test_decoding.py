@@ -1,7 +1,8 @@
 """``generate`` with compiled decoder layers."""
 
 import copy
-from functools import partial
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from support.ranks import run_processes
 from torch._dynamo.testing import CompileCounter
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.huggingface import compile_decoding
+from pipekernels.huggingface import compile_decoding, decoding
 from pipekernels.tensor_parallel import quantize_weights, tensor_unparallelize
 
 pytestmark = [pytest.mark.slow, pytest.mark.compile]
@@ -25,12 +26,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
     """Counts programs, which run as they were traced."""
     torch._dynamo.reset()
     counter = CompileCounter()
-
-    def compiled(function: Any, options: dict[str, Any], *, compile: Any, **rest: Any) -> Any:
-        del options["size_asserts"]  # Of the default compiler.
-        return compile(function, backend=counter, options=options, **rest)
-
-    monkeypatch.setattr(torch, "compile", partial(compiled, compile=torch.compile))
+    monkeypatch.setattr(decoding, "inductor", lambda graph, inputs, _: counter(graph, inputs))
     return counter
 
 
@@ -73,6 +69,54 @@ def test_layers_share_a_program_that_serves_texts_of_all_lengths(counter: Compil
     assert counter.frame_count == 2
 
 
+def test_a_layer_is_handed_to_the_compiler_once_per_prompt(
+    counter: CompileCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = compile_decoding(model_of("Llama").eval(), max_length=64)
+    calls: list[None] = []
+    call = decoding._Program.__call__
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(decoding._Program, "__call__", counted)
+    for prompt in range(1, 4):
+        model.generate(tokens(2, 5), **GREEDY)
+        assert len(calls) == prompt * len(model.model.layers)
+
+
+def test_changes_between_prompts_are_seen(counter: CompileCounter) -> None:
+    plain: Any = model_of("Llama").eval()
+    model: Any = compile_decoding(copy.deepcopy(plain), max_length=64)
+    changes: list[Callable[[Any], Any]] = [
+        lambda model: model.model.layers[0].self_attn.k_proj.weight.mul_(-2),
+        lambda model: model.model.layers[1].register_forward_hook(lambda *_: None),
+        lambda model: model.load_state_dict(
+            {name: value * 2 for name, value in model.state_dict().items()}, assign=True
+        ),
+        lambda model: model.double(),
+    ]
+    for change in changes:
+        with torch.no_grad():
+            change(plain)
+            change(model)
+        expected = plain.generate(tokens(2, 5), **GREEDY)
+        assert torch.equal(model.generate(tokens(2, 5), **GREEDY), expected)
+
+
+def test_weights_are_saved_without_their_neighbours(
+    counter: CompileCounter, tmp_path: Path
+) -> None:
+    model: Any = compile_decoding(model_of("Llama").eval(), max_length=64)
+    model.generate(tokens(2, 5), **GREEDY)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    assert weight.untyped_storage().nbytes() == weight.nbytes
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+
+
 def test_what_is_no_step_of_decoding_runs_as_before(counter: CompileCounter) -> None:
     plain = model_of("Llama")
     model = compile_decoding(copy.deepcopy(plain), max_length=64)
@@ -95,7 +139,16 @@ def test_a_copy_decodes_with_its_own_weights(counter: CompileCounter) -> None:
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_sharded_layers(int8: bool, counter: CompileCounter) -> None:
+def test_sharded_layers(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    graphs: list[torch.fx.Graph] = []
+
+    def compiled(graph: torch.fx.GraphModule, *_: Any) -> Any:
+        graphs.append(graph.graph)
+        return graph.forward
+
+    monkeypatch.setattr(decoding, "inductor", compiled)
+
     def body(model: Any, comm: Communicator) -> None:
         before = {name: vars(module).get("forward") for name, module in model.named_modules()}
         if int8:
@@ -103,6 +156,10 @@ def test_sharded_layers(int8: bool, counter: CompileCounter) -> None:
         expected = model.generate(tokens(2, 5), **GREEDY)
         compile_decoding(model, max_length=64)
         assert torch.equal(model.generate(tokens(2, 5), **GREEDY), expected)
+        operators = {"linear": 2, "row_linear": 2}  # q, k, v are one product, as are gate, up.
+        for name, count in operators.items():
+            operator = getattr(torch.ops.pipekernels, name)
+            assert len(graphs[0].find_nodes(op="call_function", target=operator)) == count
         if not int8:
             tensor_unparallelize(model)
             after = {name: vars(module).get("forward") for name, module in model.named_modules()}

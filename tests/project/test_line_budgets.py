@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 920,
+    "pipekernels": 930,
     "pipekernels/balance": 360,
     "pipekernels/binding": 280,
     "pipekernels/comm": 1_560,
@@ -20,9 +20,9 @@ BUDGETS = {
     "pipekernels/comm/join": 440,
     "pipekernels/comm/process_group": 500,
     "pipekernels/device": 450,
-    "pipekernels/huggingface": 2_430,
+    "pipekernels/huggingface": 2_690,
     "pipekernels/kernels": 650,
-    "pipekernels/local_ops": 1_300,
+    "pipekernels/local_ops": 1_330,
     "pipekernels/ops": 50,
     "pipekernels/pipeline": 520,
     "pipekernels/pipeline/engine": 1_500,
@@ -31,15 +31,15 @@ BUDGETS = {
     "pipekernels/pipeline/spmd": 460,
     "pipekernels/pipeline/stage": 1_660,
     "pipekernels/pipeline/values": 640,
-    "pipekernels/tensor_parallel": 2_420,
+    "pipekernels/tensor_parallel": 2_440,
     "pipekernels/tensor_parallel/arithmetic": 620,
     "pipekernels/tensor_parallel/int8": 330,
     "pipekernels/tensor_parallel/plan": 1_440,
-    "tests": 25_720,
+    "tests": 25_810,
     "bench": 5_470,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 19_690, "core": 15_680}
+TOTALS = {"pipekernels": 20_000, "core": 15_720}
 
 
 def lines(files: Iterable[Path]) -> int:

@@ -204,7 +204,7 @@ def test_weights_that_are_not_finite_are_an_error_on_all_ranks() -> None:
 def test_a_few_rows_go_through_the_kernel(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("pipekernels.local_ops.int8_linear._blockwise")
+    monkeypatch.delattr("pipekernels.local_ops.int8_linear.blockwise_into")
     weight, x, chosen = torch.randn(3, 5, 8), torch.randn(4, 8).to(dtype), torch.zeros(4, 1).long()
     scale = scale_of(weight)
     integers = int8_of(weight, scale)
