@@ -20,7 +20,6 @@ from pipekernels import (
 )
 from pipekernels.batchnorm import convert_deferred_batch_norm
 from pipekernels.tensor_parallel import (
-    check_invariance,
     full_state_dict,
     load_pretrained,
     plan_for,
@@ -61,7 +60,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # By a TypeError.
     "planned model": (lambda: plan_for(None, 2), "model must be an nn.Module"),
     "sharded model": (lambda: tensor_unparallelize(None), "must be an nn.Module"),
     "state": (lambda: full_state_dict(None), "must be an nn.Module"),
-    "invariance": (lambda: check_invariance(None, {}), "model must be an nn.Module"),
     "loaded model": (lambda: load_pretrained(None, "."), "model must be an nn.Module"),
     "folder": (lambda: load_pretrained(LAYERS, 3), "folder must be a path"),
     "store": (

@@ -8,7 +8,7 @@ Arguments and errors are those of :class:`pipekernels.Communicator`'s collective
 Autograd convention: the loss is the *sum* of the losses of all ranks, and every rank obtains the
 derivative of that sum by its own input. Hence the backward of a sum over ranks is again a sum over
 ranks, and the backward of a gather is a reduce-scatter, as in ``torch.distributed.nn``. If all
-ranks compute the same (replicated) loss, use :mod:`pipekernels.ops.tensor_parallel`.
+ranks compute the same (replicated) loss, use :mod:`pipekernels.tensor_parallel.functional`.
 
 A backward is a collective too: all ranks must run it, in the same order, and an input must require
 a gradient on all ranks or on none. On CUDA, ranks that are threads must run it under

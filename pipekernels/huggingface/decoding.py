@@ -144,15 +144,10 @@ class _Program:
     def __init__(self, layer: nn.Module) -> None:
         # Without the wrapper that all classes share, and with code of its own, since it is by the
         # code that the compiler finds programs.
-        forward = getattr(type(layer).forward, "__wrapped__", type(layer).forward)
-        copied = FunctionType(
-            forward.__code__.replace(),
-            forward.__globals__,
-            forward.__name__,
-            forward.__defaults__,
-            forward.__closure__,
-        )
-        copied.__kwdefaults__ = forward.__kwdefaults__
+        f = getattr(type(layer).forward, "__wrapped__", type(layer).forward)
+        code = f.__code__.replace()
+        copied = FunctionType(code, f.__globals__, None, f.__defaults__, f.__closure__)
+        copied.__kwdefaults__ = f.__kwdefaults__
         options: Any = {"guard_filter_fn": _of_arguments}
         compile = torch.compile(fullgraph=True, backend=self._compile, options=options)
         self._forward: Callable[..., Any] = compile(copied)
@@ -174,7 +169,7 @@ class _Program:
             for group, tensor in zip(groups, joined, strict=True):
                 inputs[group[0]] = tensor
             outputs = code(*inputs)
-            self._thread.ran = _Run(code, given, inputs, outputs)
+            self._thread.ran = code, given, inputs, outputs
             return outputs
 
         return run
@@ -192,13 +187,8 @@ class _Program:
         return output, ran
 
 
-class _Run(NamedTuple):
-    """Of a program: ``inputs`` are those ``given``, some of them joined."""
-
-    code: Callable[..., Any]
-    given: Sequence[Any]
-    inputs: Sequence[Any]
-    outputs: Any
+_Run = tuple[Callable[..., Any], Sequence[Any], list[Any], Sequence[Any]]
+"""Code, inputs as they were traced, the same with some joined, and outputs."""
 
 
 def _of_arguments(guards: Sequence[Any]) -> list[bool]:
@@ -376,7 +366,7 @@ class _Step:
         args = tuple(own if each is cache else each for each in args)
         kwargs = {name: own if each is cache else each for name, each in kwargs.items()}
         output, ran = self._program(self._memory, x, *args, **kwargs)
-        self._replay = ran and _Replay.of(ran, self._memory.layer, given, likeness, output)
+        self._replay = ran and _replay(ran, self._memory.layer, given, likeness, output)
         return output
 
     def _forget(self, _: Any) -> None:
@@ -403,41 +393,40 @@ def _likeness(value: Any) -> Any:
 _CONSTANTS = bool, int, float, str, torch.dtype, torch.device
 
 
-class _Replay:
+class _Replay(NamedTuple):
     """What a program ran for a layer, called again without the compiler's dispatch, which takes as
     long as all of the layer's small operations."""
 
-    def __init__(
-        self,
-        code: Callable[..., Any],
-        inputs: list[Any],
-        places: list[tuple[int, int]],
-        likeness: list[Any],
-    ) -> None:
-        self._code = code
-        self._inputs = inputs
-        self._places = places  # Of inputs, each with that of the value of a call that it takes.
-        self.likeness = likeness  # Of the values.
+    code: Callable[..., Any]
+    inputs: list[Any]
+    places: list[tuple[int, int]]
+    """Of inputs, each with that of the value of a call that it takes."""
+    likeness: list[Any]
+    """Of the values."""
 
-    @classmethod
-    def of(
-        cls, ran: _Run, layer: nn.Module, given: list[Any], likeness: list[Any], output: Any
-    ) -> _Replay | None:
-        """None unless each input is a tensor of the layer, or one value of the call."""
-        own = set(map(id, _tensors_of(layer)))
-        inputs, places = list(ran.inputs), []
-        for place, tensor in enumerate(ran.given):
-            found = [i for i, value in enumerate(given) if value is tensor]
-            if len(found) == 1:
-                places.append((place, found[0]))
-                inputs[place] = None
-            elif found or id(tensor) not in own:
-                return None
-        is_whole = len(ran.outputs) == 1 and output is ran.outputs[0]
-        return cls(ran.code, inputs, places, likeness) if is_whole else None
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
 
     def __call__(self, given: list[Any]) -> Any:
-        inputs = self._inputs.copy()
-        for place, i in self._places:
+        inputs = self.inputs.copy()
+        for place, i in self.places:
             inputs[place] = given[i]
-        return self._code(*inputs)[0]
+        return self.code(*inputs)[0]
+
+
+def _replay(
+    ran: _Run, layer: nn.Module, given: list[Any], likeness: list[Any], output: Any
+) -> _Replay | None:
+    """None unless each input is a tensor of the layer, or one value of the call."""
+    code, traced, inputs, outputs = ran
+    own = set(map(id, _tensors_of(layer)))
+    places = []
+    for place, tensor in enumerate(traced):
+        found = [i for i, value in enumerate(given) if value is tensor]
+        if len(found) == 1:
+            places.append((place, found[0]))
+            inputs[place] = None
+        elif found or id(tensor) not in own:
+            return None
+    is_whole = len(outputs) == 1 and output is outputs[0]
+    return _Replay(code, inputs, places, likeness) if is_whole else None

@@ -3,7 +3,7 @@
 All are registered with ``torch.library``, work under ``torch.compile`` and are differentiable in
 reverse mode; forward-mode differentiation, and differentiation by ``torch.func``, are errors.
 Collectives assume that the loss is the sum of the losses of all ranks;
-:mod:`pipekernels.ops.tensor_parallel` has the steps for ranks that compute the same loss.
+:mod:`pipekernels.tensor_parallel.functional` has the steps for ranks that compute the same loss.
 """
 
 from pipekernels.comm.functional import all_gather, all_reduce, broadcast, reduce_scatter

@@ -12,7 +12,6 @@ from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entro
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.int8 import quantize_weights
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pipekernels.tensor_parallel.plan.invariance_check import check_invariance
 from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize
 from pipekernels.tensor_parallel.plan.table import ModelPlan, PlannedLayer, plan_for
 from pipekernels.tensor_parallel.plan.unparallelize import tensor_unparallelize
@@ -32,7 +31,6 @@ __all__ = [
     "VocabParallelEmbedding",
     "adapt_accelerator",
     "add_adapters",
-    "check_invariance",
     "checkpoint_state_dict",
     "clip_grad_norm_",
     "compile_decoding",

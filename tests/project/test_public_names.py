@@ -24,7 +24,7 @@ MODULES = [
     "pipekernels.comm",
     "pipekernels.distributed",
     "pipekernels.ops",
-    "pipekernels.ops.tensor_parallel",
+    "pipekernels.tensor_parallel.functional",
     "pipekernels.pipeline",
     "pipekernels.skip",
     "pipekernels.tensor_parallel",

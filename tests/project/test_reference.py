@@ -17,7 +17,7 @@ MODULES = (
     "pipekernels.batchnorm",
     "pipekernels.huggingface",
     "pipekernels.ops",
-    "pipekernels.ops.tensor_parallel",
+    "pipekernels.tensor_parallel.functional",
     "pipekernels.skip",
     "pipekernels.tensor_parallel",
 )
