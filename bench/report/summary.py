@@ -24,8 +24,14 @@ MPI = "the fastest MPI"
 OTHERS = {"DeepSpeed": ["DeepSpeed"], MPI: ["MPICH", "Open MPI", "Intel MPI"]}
 SUM = {"part": "sizes", "type": "float32"}
 DECODERS = {
-    "llama.cpp": ["llama.cpp, f32", "llama.cpp, bf16"],
-    "CTranslate2": ["CTranslate2, float32"],
+    "two threads, compiled": ["two threads, compiled"],
+    "llama.cpp": ["llama.cpp, f32", "llama.cpp, bf16", "llama.cpp, q8_0"],
+    "CTranslate2": ["CTranslate2, float32", "CTranslate2, int8"],
+}
+COMPILED = {
+    "float32": "pipekernels, compiled",
+    "bfloat16": "pipekernels, compiled",
+    "int8": "pipekernels, int8, compiled",
 }
 DIRECT = Line("all-reduce of 64 KiB", "collectives", SUM | {"size": 65536}, "ordinary", OTHERS)
 LINES = [
@@ -39,7 +45,9 @@ LINES = [
            {"Gloo": ["DDP, Gloo"], "one process of two threads": ["two threads"]})
       for case in ("4 sequences", "16 sequences")),
     *(Line(f"tokens/s of a 110 M Llama, {case}", "decode", {"case": case}, "pipekernels",
-           TWO | DECODERS) for case in ("float32", "bfloat16")),
+           TWO) for case in ("float32", "bfloat16")),
+    *(Line(f"tokens/s of a 110 M Llama by `compile_decoding`, {case}", "decode", {"case": case},
+           ours, DECODERS) for case, ours in COMPILED.items()),
     *(Line(f"transformers' own plan on this backend, {case}", "decode", {"case": case},
            "transformers, backend pipekernels", {"the same on Gloo": ["transformers, Gloo"]})
       for case in ("float32", "bfloat16")),

@@ -145,12 +145,12 @@ class _Program:
         # Without the wrapper that all classes share, and with code of its own, since it is by the
         # code that the compiler finds programs.
         f = getattr(type(layer).forward, "__wrapped__", type(layer).forward)
-        code = f.__code__.replace()
-        copied = FunctionType(code, f.__globals__, None, f.__defaults__, f.__closure__)
-        copied.__kwdefaults__ = f.__kwdefaults__
-        options: Any = {"guard_filter_fn": _of_arguments}
+        own = FunctionType(f.__code__.replace(), f.__globals__, None, f.__defaults__, f.__closure__)
+        own.__kwdefaults__ = f.__kwdefaults__
+        of_arguments = lambda guards: [not re.search(r"\bself\b|\bG\[", g.name) for g in guards]
+        options: Any = {"guard_filter_fn": of_arguments}
         compile = torch.compile(fullgraph=True, backend=self._compile, options=options)
-        self._forward: Callable[..., Any] = compile(copied)
+        self._forward: Callable[..., Any] = compile(own)
         self._keeps_state: bool | None = None
         self._thread = threading.local()
 
@@ -174,8 +174,9 @@ class _Program:
 
         return run
 
-    def __call__(self, memory: _Memory, *args: Any, **kwargs: Any) -> tuple[Any, _Run | None]:
-        """The output, and what ran, unless ``forward`` changes the layer itself."""
+    def __call__(self, memory: _Memory, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The output; and code, inputs, the same with some joined, and outputs, unless ``forward``
+        changes the layer itself."""
         thread = self._thread
         thread.memory = memory
         before = _state(memory.layer) if self._keeps_state is None else None
@@ -187,19 +188,12 @@ class _Program:
         return output, ran
 
 
-_Run = tuple[Callable[..., Any], Sequence[Any], list[Any], Sequence[Any]]
-"""Code, inputs as they were traced, the same with some joined, and outputs."""
-
-
-def _of_arguments(guards: Sequence[Any]) -> list[bool]:
-    return [not re.search(r"\bself\b|\bG\[", guard.name) for guard in guards]
-
-
 def _decompose_attention(graph: fx.Graph) -> None:
     """Write attention of one query per head as products and sums, which the compiler fuses: torch's
     kernel, made for blocks of queries, takes 1.3 to 8 times as long."""
+    names = "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
     for node in graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
-        given = dict(zip(_ATTENTION, node.args, strict=False)) | node.kwargs
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
         query, mask = given["query"].meta["example_value"], given.get("attn_mask")
         others = given.get("dropout_p") or given.get("is_causal") or given.get("enable_gqa")
         if query.shape[-2] > 1 or others:
@@ -207,7 +201,7 @@ def _decompose_attention(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             proxy: Any = partial(fx.Proxy, tracer=fx.proxy.GraphAppendingTracer(graph))
             wide = torch.promote_types(query.dtype, torch.float32)
-            q, k, v = (proxy(given[name]).to(wide) for name in _ATTENTION[:3])
+            q, k, v = (proxy(given[name]).to(wide) for name in names[:3])
             scores = (q * k).sum(-1) * (given.get("scale") or query.shape[-1] ** -0.5)
             if mask is not None:
                 row = proxy(mask).squeeze(-2)
@@ -217,9 +211,6 @@ def _decompose_attention(graph: fx.Graph) -> None:
             result = (weights * v).sum(-2, keepdim=True).to(query.dtype)
         node.replace_all_uses_with(result.node)
         graph.erase_node(node)
-
-
-_ATTENTION = "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
 
 
 def _join_products(graph: fx.Graph, inputs: list[Any]) -> list[list[int]]:
@@ -284,9 +275,8 @@ class _Memory:
         return starts[1:] == ends[:-1] and 0 <= starts[0] < len(self._bytes)
 
     def _joined(self, run: list[Tensor]) -> Tensor:
-        first = run[0]
-        shape = sum(len(each) for each in run), *first.shape[1:]
-        return self._tensor(first.data_ptr() - self._address, first.dtype, shape)
+        shape = sum(map(len, run)), *run[0].shape[1:]
+        return self._tensor(run[0].data_ptr() - self._address, run[0].dtype, shape)
 
     def _tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         count = math.prod(shape)
@@ -294,8 +284,7 @@ class _Memory:
 
     def _move(self, runs: list[list[Tensor]]) -> None:
         sizes = [-(-sum(each.nbytes for each in run) // 64) * 64 for run in runs]
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._bytes = pages = mmap.mmap(-1, sum(sizes) + _HUGE_PAGE, flags=flags)
+        self._bytes = pages = mmap.mmap(-1, sum(sizes) + _HUGE_PAGE, access=mmap.ACCESS_COPY)
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
         self._address = self._tensor(0, torch.uint8, [1]).data_ptr()
@@ -387,10 +376,8 @@ def _likeness(value: Any) -> Any:
     """Equal for two values that a program does the same with."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
-    return value if value is None or isinstance(value, _CONSTANTS) else object()
-
-
-_CONSTANTS = bool, int, float, str, torch.dtype, torch.device
+    constants = bool, int, float, str, torch.dtype, torch.device
+    return value if value is None or isinstance(value, constants) else object()
 
 
 class _Replay(NamedTuple):
@@ -415,7 +402,7 @@ class _Replay(NamedTuple):
 
 
 def _replay(
-    ran: _Run, layer: nn.Module, given: list[Any], likeness: list[Any], output: Any
+    ran: Any, layer: nn.Module, given: list[Any], likeness: list[Any], output: Any
 ) -> _Replay | None:
     """None unless each input is a tensor of the layer, or one value of the call."""
     code, traced, inputs, outputs = ran

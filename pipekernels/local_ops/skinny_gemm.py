@@ -73,8 +73,7 @@ def may_be_skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool
     """Whether the kernel may apply: it need not, where memory, dtypes or shapes do not fit."""
     if type(x) is not Tensor or not x.is_cpu or not is_bare(x, weight, bias):
         return False
-    most_rows: int = _backend.load().SKINNY_ROWS
-    return x.numel() <= most_rows * weight.shape[-1]
+    return bool(x.numel() <= _backend.load().SKINNY_ROWS * weight.shape[-1])
 
 
 def is_bare(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

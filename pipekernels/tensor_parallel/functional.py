@@ -48,6 +48,16 @@ from pipekernels.local_ops.sharded_gemm import as_matrix, sharded_gemm
 from pipekernels.local_ops.transforms import check_differentiated_once
 from pipekernels.tensor_parallel.products import linear_all_reduce
 
+__all__ = [
+    "copy_to_holders",
+    "copy_to_ranks",
+    "gather_from_ranks",
+    "reduce_from_ranks",
+    "row_linear",
+    "scatter_to_ranks",
+    "shard_sizes",
+]
+
 Heads: TypeAlias = tuple[int, int]
 """Of attention: how many heads a layer's features are of, and how many heads of keys there are."""
 
