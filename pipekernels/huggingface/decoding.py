@@ -279,8 +279,8 @@ class _Memory:
         return self._tensor(run[0].data_ptr() - self._address, run[0].dtype, shape)
 
     def _tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        count = math.prod(shape)
-        return torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=offset).view(shape)
+        flat = torch.frombuffer(self._bytes, dtype=dtype, count=math.prod(shape), offset=offset)
+        return flat.view(shape)
 
     def _move(self, runs: list[list[Tensor]]) -> None:
         sizes = [-(-sum(each.nbytes for each in run) // 64) * 64 for run in runs]
