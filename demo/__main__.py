@@ -6,6 +6,7 @@ Exits with 1 if a result differs from that of the peer.
 from __future__ import annotations
 
 import argparse
+import math
 import io
 import os
 import sys
@@ -49,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     faster = "; ".join(str(one) for one in speed_ups if one.ratio > NOISE)
     not_faster = "; ".join(str(one) for one in speed_ups if one.ratio <= NOISE)
     peers = [memory.UNPIPED, memory.ACCUMULATED]
-    shares = [training.memory[memory.PIPED] / training.memory[peer] for peer in peers]
+    piped = training.memory[memory.PIPED]
+    # With --quick a step may fit into pages that the process has already: then no share is known.
+    shares = [piped / took if (took := training.memory[peer]) else math.nan for peer in peers]
     print(
         f"\n{output}/: demo.png, timeline.json, losses.csv, model.pt; "
         f"{time.perf_counter() - begin:.0f} seconds\n\n"
