@@ -6,8 +6,8 @@ Exits with 1 if a result differs from that of the peer.
 from __future__ import annotations
 
 import argparse
-import math
 import io
+import math
 import os
 import sys
 import time
