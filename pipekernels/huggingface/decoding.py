@@ -69,7 +69,7 @@ def compile_decoding(model: nn.Module, max_length: int | None = None) -> nn.Modu
         if not isinstance(layer.forward, _Step):
             set_attribute(layer, "forward", _Step(layer, programs))
     generating: Any = model
-    _Memory(generating.get_output_embeddings()).join([])
+    _Memory(generating.get_output_embeddings() or nn.Module()).join([])
     config = generating.generation_config
     config.cache_implementation = "static"
     config.max_cache_len = max_length
