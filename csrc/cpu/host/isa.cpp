@@ -67,11 +67,15 @@ bool write_prefetch_pays() {
   return pays;
 }
 
-int64_t prefetch_ahead(std::string_view vendor) { return vendor == "GenuineIntel" ? 8192 : 0; }
+int64_t prefetch_ahead(std::string_view vendor, int64_t element_size) {
+  if (vendor == "GenuineIntel") return 8192;
+  if (vendor == "AuthenticAMD") return element_size < 4 ? 2048 : 512;
+  return 0;
+}
 
-int64_t prefetch_ahead() {
-  static const int64_t bytes = prefetch_ahead(cpu_vendor());
-  return bytes;
+int64_t prefetch_ahead(int64_t element_size) {
+  static const std::string vendor = cpu_vendor();
+  return prefetch_ahead(vendor, element_size);
 }
 
 }  // namespace pipekernels

@@ -66,6 +66,7 @@ void expert_product(const ExpertProduct& product, int threads, Isa isa) {
   firsts.push_back(product.pairs);
 
   const int64_t step = columns_per_piece(product.inner * weight_size);
+  const int64_t ahead = prefetch_ahead(weight_size);
   const int64_t pieces = (product.columns + step - 1) / step;
   parallel_for(groups * pieces, threads, [&](int64_t index) {
     const int64_t group = index / pieces, first = firsts[group];
@@ -82,6 +83,7 @@ void expert_product(const ExpertProduct& product, int threads, Isa isa) {
     piece.columns = product.columns;
     piece.inner = product.inner;
     piece.slabs = 1;
+    piece.ahead = ahead;
     piece.begin = index % pieces * step;
     piece.end = std::min(product.columns, piece.begin + step);
     table.products[rows - 1](piece);

@@ -72,6 +72,7 @@ static void run(const SkinnyGemm& product, int64_t slabs, size_t out_size, int t
   void* const widened = kept_cache_lines(table.widened_bytes(slab_inner) * slabs * product.rows);
   table.widen(widened, product.x, product.rows * slabs, slab_inner);
   const int64_t step = columns_per_piece(product.inner * size_of(product.dtype));
+  const int64_t ahead = prefetch_ahead(size_of(product.dtype));
   parallel_for((product.columns + step - 1) / step, threads, [&](int64_t index) {
     SkinnyGemmPiece piece{};
     for (int64_t r = 0; r < product.rows; ++r) {
@@ -83,6 +84,7 @@ static void run(const SkinnyGemm& product, int64_t slabs, size_t out_size, int t
     piece.columns = product.columns;
     piece.inner = product.inner;
     piece.slabs = slabs;
+    piece.ahead = ahead;
     piece.begin = index * step;
     piece.end = std::min(product.columns, piece.begin + step);
     kernel(piece);

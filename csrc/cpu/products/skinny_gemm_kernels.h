@@ -18,7 +18,7 @@ struct SkinnyGemmPiece {
   const void* bias;
   const float* scales;
   int64_t columns, inner, slabs, begin, end;
-  int64_t ahead = prefetch_ahead();  // Bytes of the weight.
+  int64_t ahead;  // Bytes of the weight: prefetch_ahead().
 };
 
 struct SkinnyGemmKernels {
