@@ -1,8 +1,8 @@
 """Decoding with a Llama, and with a mixture of experts, on two CPU ranks, against one process and
 transformers.
 
-The Llama has 110 M parameters, the mixture 301 M in 8 experts, of which 2 are active; in the quick
-form they have 2 layers. Greedy ``generate`` of transformers with a
+The Llamas have 110 M and 1.1 B parameters, the mixture 301 M in 8 experts, of which 2 are active;
+in the quick form they have 2 layers. Greedy ``generate`` of transformers with a
 KV cache, one sequence. Every system gives the same number of tokens; in float32 these are checked
 against those of one process.
 
@@ -52,11 +52,22 @@ EXPERTS = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-SHAPES = {"Llama": COMMON | LLAMA, "Mixtral": COMMON | EXPERTS}
+LARGE = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+SHAPES = {"Llama": COMMON | LLAMA, "Mixtral": COMMON | EXPERTS, "Llama, 1.1 B": COMMON | LARGE}
 CASES = {
     "float32": ("Llama", torch.float32),
     "bfloat16": ("Llama", torch.bfloat16),
     "int8": ("Llama", torch.bfloat16),
+    "1.1 B, float32": ("Llama, 1.1 B", torch.float32),
+    "1.1 B, bfloat16": ("Llama, 1.1 B", torch.bfloat16),
+    "1.1 B, int8": ("Llama, 1.1 B", torch.bfloat16),
     "experts, float32": ("Mixtral", torch.float32),
     "experts, bfloat16": ("Mixtral", torch.bfloat16),
     "experts, int8": ("Mixtral", torch.bfloat16),
@@ -74,6 +85,19 @@ CANDIDATES = {
         *("two threads", "pipekernels", "pipekernels, int8", "pipekernels, int8, compiled"),
         *("a read of the weights", "llama.cpp, q8_0", "CTranslate2, int8"),
     ),
+    # Few, since all keep their weights in memory.
+    "1.1 B, float32": (
+        *("a read of the weights", "pipekernels, compiled"),
+        *("llama.cpp, f32", "CTranslate2, float32"),
+    ),
+    "1.1 B, bfloat16": (
+        *("two threads", "pipekernels", "pipekernels, compiled"),
+        *("a read of the weights", "llama.cpp, bf16"),
+    ),
+    "1.1 B, int8": (
+        *("a read of the weights", "pipekernels, int8, compiled"),
+        *("llama.cpp, q8_0", "CTranslate2, int8"),
+    ),
     "experts, float32": ("two threads", "pipekernels"),
     "experts, bfloat16": ("two threads", "pipekernels"),
     "experts, int8": ("two threads", "pipekernels", "pipekernels, int8"),
@@ -86,6 +110,8 @@ BASE = "two threads"
 CONDITIONS = {
     "model": "Llama, 12 layers of width 768, 12 heads, inner width 2048, 32000 tokens, tied: 110 M "
     "parameters",
+    "1.1 B": "Llama, 22 layers of width 2048, 32 heads over 4 key heads, inner width 5632, 32000 "
+    "tokens",
     "experts": "Mixtral, 9 layers of width 768, 12 heads, 8 experts of inner width 1536, 2 active, "
     "32000 tokens, tied: 301 M parameters",
     "int8": "activations in bfloat16, as the candidates beside it",
@@ -101,9 +127,9 @@ def saved(name: str, new: int, layers: int) -> Any:
     ``new`` tokens that it generates."""
     import transformers
 
-    folder = tempfile.TemporaryDirectory(dir="/dev/shm")
+    folder = tempfile.TemporaryDirectory()
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")
+    config = getattr(transformers, f"{name.partition(',')[0]}Config")
     shape = SHAPES[name] | {"num_hidden_layers": layers}
     model = transformers.AutoModelForCausalLM.from_config(config(**shape)).eval()
     model.save_pretrained(folder.name)

@@ -39,7 +39,7 @@ def llama_cpp(rank: int, port: int, serve: Serve, folder: Path, dtype: Any, kind
     """A worker: llama.cpp, with weights of the GGUF type ``kind``."""
     from llama_cpp import Llama, llama_get_logits
 
-    with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".gguf") as file:
+    with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
         write_gguf(folder, Path(file.name), kind)
         options = {"n_threads": THREADS, "n_threads_batch": THREADS}
         model = Llama(file.name, n_ctx=512, use_mmap=False, verbose=False, **options)
@@ -63,7 +63,7 @@ def ctranslate2(rank: int, port: int, serve: Serve, folder: Path, dtype: Any, ki
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
     names = [f"t{i}" for i in range(AutoConfig.from_pretrained(folder).vocab_size)]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as own:
+    with tempfile.TemporaryDirectory() as own:
         for file in folder.iterdir():  # The converter wants a tokenizer beside the model.
             Path(own, file.name).symlink_to(file)
         ids = models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="t0")

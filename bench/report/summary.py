@@ -48,6 +48,8 @@ LINES = [
            TWO) for case in ("float32", "bfloat16")),
     *(Line(f"tokens/s of a 110 M Llama by `compile_decoding`, {case}", "decode", {"case": case},
            ours, DECODERS) for case, ours in COMPILED.items()),
+    *(Line(f"tokens/s of a 1.1 B Llama by `compile_decoding`, {case}", "decode",
+           {"case": f"1.1 B, {case}"}, ours, DECODERS) for case, ours in COMPILED.items()),
     *(Line(f"transformers' own plan on this backend, {case}", "decode", {"case": case},
            "transformers, backend pipekernels", {"the same on Gloo": ["transformers, Gloo"]})
       for case in ("float32", "bfloat16")),
