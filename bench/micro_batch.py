@@ -1,4 +1,4 @@
-"""Splitting tensors into 8 micro-batches and concatenating them, against torch's operations.
+"""Splitting tensors into 8 microbatches and concatenating them, against torch's operations.
 
 ``torch`` is ``chunk(8, dim)`` with ``contiguous()`` of every part, and ``torch.cat``; if the batch
 comes first in memory, its split copies nothing: that row shows the cost of a copy. For casts it is
@@ -6,7 +6,7 @@ comes first in memory, its split copies nothing: that row shows the cost of a co
 
 On a GPU the time is that of the kernels alone, beside a copy from device to device of as many
 bytes; ``called`` is what a caller waits for, allocations and launches included, and ``one by one``
-copies each micro-batch to its place when it is there, as `Pipe` does with outputs. Tensors smaller
+copies each microbatch to its place when it is there, as `Pipe` does with outputs. Tensors smaller
 than the L2 cache stay there, for all candidates.
 """
 
@@ -30,7 +30,7 @@ BASE = "torch"
 COLUMNS = ("GB/s", "wrong")
 WIDE = "gpu."  # Results of that name have a row per case.
 CONDITIONS = {
-    "micro-batches": CHUNKS,
+    "microbatches": CHUNKS,
     "threads": torch.get_num_threads(),
     "timing": "allocation included except for device time, candidates in turn, medians",
 }
@@ -44,7 +44,7 @@ class Case(NamedTuple):
     shapes: list[tuple[int, ...]]
     dtype: str = "float32"
     order: tuple[int, ...] | None = None  # of dimensions, if that of memory is another
-    cast: str | None = None  # the micro-batches' dtype, if that is another
+    cast: str | None = None  # the microbatches' dtype, if that is another
 
 
 def sized(mib: int, dtype: str, *rest: int) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ def ways(case: Case, way: str, tensors: list[Tensor]) -> tuple[dict[str, Callabl
 
 
 def wrong_elements(ours: Any, theirs: Any, way: str) -> int:
-    """Number of different elements. Torch's split results are by tensor, ours by micro-batch."""
+    """Number of different elements. Torch's split results are by tensor, ours by microbatch."""
     if way == "split":
         ours = itertools.chain.from_iterable(zip(*ours, strict=True))
         theirs = itertools.chain.from_iterable(theirs)

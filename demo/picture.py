@@ -46,7 +46,7 @@ def draw(training: Training, generation: Generation, all_reduces: AllReduces, pa
 
 
 def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
-    """Stages over time; a bar per micro-batch with its number."""
+    """Stages over time; a bar per microbatch with its number."""
     (step,) = timeline.phases
     origin = min(event.start for event in step.events)
     for event in step.events:
@@ -60,7 +60,7 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
     stages = range(len(step.program.lanes))
     axes.set_yticks(stages, [f"stage {stage}" for stage in stages])
     axes.invert_yaxis()
-    axes.set_xlabel("ms; numbers are micro-batches")
+    axes.set_xlabel("ms; numbers are microbatches")
     axes.set_title(
         f"one training step of the pipe, {SCHEDULE}: idle {timeline.bubble:.0%} of the time"
     )

@@ -25,7 +25,7 @@ from pipekernels import Pipe, Timeline
 UNPIPED, FAIRSCALE, PIPE = f"unpiped, {STAGES} threads", "fairscale's Pipe", "Pipe"
 LEARNING_RATE = 3e-3
 TIMELINES = 5  # The last steps; the one with the median bubble is drawn.
-# A pipe sums the gradients of micro-batches where one product sums those of the batch: losses
+# A pipe sums the gradients of microbatches where one product sums those of the batch: losses
 # differ by rounding, which training amplifies.
 LOSS_LIMIT = 1e-5  # About 20 units in the last place of a loss of a few nats.
 
@@ -77,7 +77,7 @@ def run(sizes: Sizes, output: Path) -> Training:
         f"\nAct 1: a GPT with {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters "
         f"trains on {corpus.numel() / 1e6:.1f} MB of Python sources,\n{STAGES} stages on "
         f"{', '.join(devices)}, {sizes.batch} x {sizes.context} bytes a step in {CHUNKS} "
-        f"micro-batches, schedule {SCHEDULE}"
+        f"microbatches, schedule {SCHEDULE}"
     )
     torch.set_num_threads(STAGES)
     pipe = new_pipe(copy.deepcopy(model).to(devices[0]), devices)

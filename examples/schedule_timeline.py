@@ -27,7 +27,7 @@ STAGES, CHUNKS, WIDTH = 3, 6, 256
 @lru_cache(maxsize=256)  # Every step asks for it.
 def eager(stages: int, micro_batches: int) -> Program:
     """Eager 1F1B (Zhuang et al., 2022): 1F1B with up to ``2 * (stages - stage) - 1`` forwards
-    ahead. A stage holds as many micro-batches, and need not wait for a neighbour that is late."""
+    ahead. A stage holds as many microbatches, and need not wait for a neighbour that is late."""
     lanes = []
     for stage in range(stages):
         forwards = [Action("F", stage, m) for m in range(micro_batches)]
@@ -46,7 +46,7 @@ SCHEDULES["eager"] = eager
 
 def draw(program: Program) -> str:
     """A row per lane and three characters per unit of time: a forward is the number of its
-    micro-batch, a backward, which takes two units, that in brackets."""
+    microbatch, a backward, which takes two units, that in brackets."""
     simulation = simulate(program)
     lines = []
     for lane in program.lanes:

@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--layers", type=int, default=4, help="at least 2")
-    parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
+    parser.add_argument("--chunks", type=int, default=4, help="microbatches")
     args = parser.parse_args()
 
     rank, local, ranks = (int(os.environ[key]) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))

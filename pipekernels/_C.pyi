@@ -23,8 +23,8 @@ def use_tensors(
 def check_memory(tensor: Tensor, /) -> None: ...
 def mark_changed(tensor: Tensor, /) -> None: ...
 
-# ---- micro-batches ----
-# micro_batches: all tensors of the first micro-batch first. Where a tensor and its micro-batches
+# ---- microbatches ----
+# micro_batches: all tensors of the first microbatch first. Where a tensor and its microbatches
 # differ in dtype, elements are cast. The CUDA function exists if build_info()["cuda"].
 
 def are_plain(tensors: list[Tensor], /) -> bool: ...

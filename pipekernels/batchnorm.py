@@ -1,4 +1,4 @@
-"""BatchNorm whose running statistics are updated once per mini-batch, not per micro-batch."""
+"""BatchNorm whose running statistics are updated once per mini-batch, not per microbatch."""
 
 from pipekernels.pipeline.stage.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 

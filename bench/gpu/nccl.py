@@ -5,7 +5,7 @@ the same tensors, and a time is that of calls in a row, on the slowest rank. Eve
 rank's result is compared, before and after.
 
 * Collectives have the columns of nccl-tests; in place and out of place only where ours have both.
-* The pipe is over all GPUs in rank 0; ``.to`` hands each micro-batch on by
+* The pipe is over all GPUs in rank 0; ``.to`` hands each microbatch on by
   ``x.to(device, non_blocking=True)``. Both must give the same bits.
 """
 
@@ -52,7 +52,7 @@ WIDTH, TINY_WIDTH = 4096, 16
 def cases(
     sizes: Sequence[int], dtypes: Sequence[str], rows: Sequence[int]
 ) -> dict[str, tuple[str, ...]]:
-    """All of them; rows are those of a micro-batch."""
+    """All of them; rows are those of a microbatch."""
     found = [
         f"{operation}, {tensor} tensors, {place} place, {size} bytes, {dtype}"
         for operation, places in PLACES.items()
@@ -182,7 +182,7 @@ def by_hand(stages: Sequence[nn.Module], devices: list[torch.device], x: Tensor)
 
 
 def of_pipe(rows: int, ranks: Ranks, quick: bool) -> Turns:
-    """In rank 0, over all GPUs; the others wait. Size is that of what a micro-batch hands on."""
+    """In rank 0, over all GPUs; the others wait. Size is that of what a microbatch hands on."""
     if ranks.rank != 0:
         return Turns({}, 0, 0)
     devices, width = [torch.device("cpu")] * 2, TINY_WIDTH if quick else WIDTH
@@ -217,7 +217,7 @@ def of_pipe(rows: int, ranks: Ranks, quick: bool) -> Turns:
 
     before = wrong()
     fields = {
-        "part": f"Pipe of {len(devices)} stages; size of what a micro-batch hands on",
+        "part": f"Pipe of {len(devices)} stages; size of what a microbatch hands on",
         "size": 2 * rows * width,
         "count": rows * width,
         "redop": "none",

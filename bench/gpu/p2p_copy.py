@@ -1,12 +1,12 @@
 """How much of the copies between host and GPU is hidden behind compute that takes longer.
 
-Micro-batches are copied from or to the host, and the GPU computes on each of them for longer than
+Microbatches are copied from or to the host, and the GPU computes on each of them for longer than
 its copy takes. ``hidden`` is (copies + compute - both) / copies, with the times of only the copies,
 only the compute, and both: 100% if the copies cost nothing, 0% if they do not overlap the compute
 at all. ``.to`` is torch's own, on one stream.
 
-* To the GPU: ``ops.p2p_copy`` of each micro-batch, from ordinary and from pinned memory.
-* To the host: the same copy, begun when a micro-batch has been computed and waited for after the
+* To the GPU: ``ops.p2p_copy`` of each microbatch, from ordinary and from pinned memory.
+* To the host: the same copy, begun when a microbatch has been computed and waited for after the
   next one has been issued, as pipelines do.
 * ``Pipe``: a first stage on the CPU that does nothing, a second one on the GPU.
 * Device map: a CPU model with a module on the GPU, by ``parallelize_pipeline``, called in a loop.
@@ -34,8 +34,8 @@ from pipekernels.device.edge import edge
 
 CHUNKS = 16  # The first copy to the GPU, or the last one to the host, has nothing to hide behind.
 WIDTH = 4096
-ROWS = (256, 2048)  # of a micro-batch
-LONGER = 1.5  # times as long as its copy, the compute on a micro-batch
+ROWS = (256, 2048)  # of a microbatch
+LONGER = 1.5  # times as long as its copy, the compute on a microbatch
 PRODUCTS = 16  # in a row, of which one's time is taken: launches of later ones cost nothing
 HAND_OVERS = 20  # in a sample
 HOST = torch.device("cpu")
@@ -52,7 +52,7 @@ GPU_QUICK = {
 BASE = (".to", "torch")
 COLUMNS = ("hidden",)
 CONDITIONS = {
-    "micro-batches": f"{CHUNKS}, of [rows, {WIDTH}] in bfloat16",
+    "microbatches": f"{CHUNKS}, of [rows, {WIDTH}] in bfloat16",
     "compute": f"products with [{WIDTH}, {WIDTH}], {LONGER} times as long as the copies or longer",
     "timing": "the caller's time until the device is idle, candidates in turn, medians",
 }
@@ -84,7 +84,7 @@ def calibrated(send: Callable[[], Any], x: Tensor, device: torch.device) -> Body
 
 
 def each(work: Callable[[Tensor], Any], xs: Sequence[Tensor]) -> Callable[[], None]:
-    """``work`` on every micro-batch."""
+    """``work`` on every microbatch."""
 
     def run() -> None:
         for x in xs:
@@ -214,7 +214,7 @@ def hidden(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
 
 
 def turns(case: str, names: Sequence[str], options: Options) -> Turns:
-    """One way, with micro-batches of one size."""
+    """One way, with microbatches of one size."""
     if case.startswith("hand-over"):
         return Turns(of_host(int(case.split()[-1]), options.device), 1, 51)
     way, _, rows = case.partition(", ")

@@ -1,7 +1,7 @@
 """A pipeline of 4 stages on one GPU against the same model without one: time and memory.
 
 With all stages on one device nothing can overlap, so this measures the overhead of the pipeline.
-``plain`` is the model on the whole batch; ``loop`` is the model over the same micro-batches, the
+``plain`` is the model on the whole batch; ``loop`` is the model over the same microbatches, the
 same work as that of a pipe. ``pipe`` is ``loss_fn(pipe(x), y).backward()``; the schedules are
 ``pipe.train_step``; after a comma is the mode of checkpointing. The small model is bound by
 launches, the large one by its matrix products. Memory is the peak of torch's allocations during a

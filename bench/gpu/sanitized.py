@@ -30,7 +30,7 @@ def check(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def copies(device: torch.device) -> None:
-    """Micro-batches: units of every width, rows and transposed, tiles that are not full; casts."""
+    """Microbatches: units of every width, rows and transposed, tiles that are not full; casts."""
     for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128):
         whole = torch.arange(131 * 67, device=device).remainder(251).to(dtype).view(131, 67)
         for view in (whole, whole.t(), whole[1:, 1:], whole[:0]):

@@ -1,6 +1,6 @@
 """Overhead of the engine: of layers that do nothing, and of narrow layers.
 
-``no pipe`` is the bare model over the same micro-batches, without checkpointing.
+``no pipe`` is the bare model over the same microbatches, without checkpointing.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ CANDIDATES = {
 QUICK = CANDIDATES
 BASE = "no pipe"
 CONDITIONS = {
-    "no-op": f"{STAGES} stages of nn.Identity, forward and backward, per (stage, micro-batch)",
-    "narrow": f"CPU time of {STAGES} stages of 4 x (Linear(64) + GELU), 32 rows per micro-batch, "
+    "no-op": f"{STAGES} stages of nn.Identity, forward and backward, per (stage, microbatch)",
+    "narrow": f"CPU time of {STAGES} stages of 4 x (Linear(64) + GELU), 32 rows per microbatch, "
     "one thread, forward and backward",
     "timing": "candidates in turn, medians",
 }
 
 
 def _no_op(candidate: str) -> Callable[[], float]:
-    """Seconds per stage and micro-batch."""
+    """Seconds per stage and microbatch."""
     layers = nn.Sequential(*(nn.Identity() for _ in range(STAGES)))
     x, grad = torch.zeros(64, 4, requires_grad=True), torch.ones(64, 4)
     threads = torch.get_num_threads()

@@ -5,7 +5,7 @@ A byte-level GPT in 2 stages. Each candidate is a separate process, in which eve
 of resident memory, makes a step, and counts how far above its start the peak was. The kernel counts
 in steps of some pages per thread: differences below 0.3 MiB mean nothing.
 
-* ``accumulated``: the bare module on the same micro-batches in turn; ``unpiped``: on all at once.
+* ``accumulated``: the bare module on the same microbatches in turn; ``unpiped``: on all at once.
 * ``gpipe``, ``1f1b``, ``zb-h1``: ``pipe.train_step`` under that schedule, no checkpointing.
 * ``gpipe, checkpointed``: with ``checkpoint="always"``.
 """

@@ -5,8 +5,8 @@ thread per worker:
 
 * ``sequential``: the bare module on the whole batch, one thread.
 * ``two threads``: the same with as many threads as the pipes have.
-* ``loop``: the bare module over the same 8 micro-batches, one thread: gradient accumulation.
-* ``independent stages``: a thread per stage, each over its own 8 micro-batches without waiting:
+* ``loop``: the bare module over the same 8 microbatches, one thread: gradient accumulation.
+* ``independent stages``: a thread per stage, each over its own 8 microbatches without waiting:
   this machine's speed without a bubble. GPipe's ideal, with its bubble, is 8/9 of it.
 * ``pipekernels``: two lanes of one thread each.
 * ``fairscale``, ``torchgpipe``: ``devices=['cpu', 'cpu']``, for which both start one worker.
@@ -129,7 +129,7 @@ def loop(
     module: nn.Module, x: torch.Tensor, grad: torch.Tensor, *, threads: int = 1,
     chunks: int = CHUNKS, clock: Clock = time.perf_counter,
 ) -> Callable[[], float]:  # fmt: skip
-    """A plain loop over the micro-batches."""
+    """A plain loop over the microbatches."""
 
     def step() -> None:
         for part, part_grad in zip(x.chunk(chunks), grad.chunk(chunks), strict=True):

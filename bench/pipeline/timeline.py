@@ -3,7 +3,7 @@
 * ``pipekernels``: ``pipe.train_step`` under 1F1B, 2 stages, 8 chunks, one thread per lane, in
   ``pipe.timeline()``; kept is the step whose time is the median.
 * ``one thread``, ``two threads``: the bare module on the whole batch; ``two threads, accumulated``:
-  on the same micro-batches in turn.
+  on the same microbatches in turn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
 NAMES = {"F": "forward", "B": "backward"}
 
 
-# By the seconds of a recorded step: ``[lane, kind, micro-batch, start, end]`` of each action, in
+# By the seconds of a recorded step: ``[lane, kind, microbatch, start, end]`` of each action, in
 # seconds from its start.
 Steps = dict[float, list[list[Any]]]
 
@@ -115,7 +115,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set_yticks(range(lanes + len(unpiped)), names + [f"unpiped, {n}" for n in unpiped])
         axis.invert_yaxis()
         axis.set_xlim(left=0)
-        axis.set_xlabel("milliseconds of a training step; numbers are micro-batches")
+        axis.set_xlabel("milliseconds of a training step; numbers are microbatches")
         patches = [Patch(color=COLOURS[kind], label=name) for kind, name in NAMES.items()]
         patches.append(Patch(color="#bab0ac", label="forwards and backwards"))
         axis.legend(handles=patches, loc="lower right", fontsize=8)

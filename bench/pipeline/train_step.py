@@ -66,7 +66,7 @@ def byte_gpt() -> Task:
 
 
 def accumulate(task: Task, chunks: int) -> None:
-    """Forward and backward of each micro-batch of the bare model in turn: gradient accumulation."""
+    """Forward and backward of each microbatch of the bare model in turn: gradient accumulation."""
     module, x, y, loss_fn = task
     for part, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
         (loss_fn(module(part), target) * (len(part) / len(x))).backward()

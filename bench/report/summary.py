@@ -55,7 +55,7 @@ LINES = [
       for case in ("float32", "bfloat16")),
     Line("MLP on 16 rows", "tensor_parallel", {"case": "16 rows, forward"}, "pipekernels",
          TWO | {"DTensor on Gloo": ["DTensor, Gloo"]}),
-    *(Line(f"memory of a GPT's step, 2 stages, 1F1B, {count} micro-batches", "memory",
+    *(Line(f"memory of a GPT's step, 2 stages, 1F1B, {count} microbatches", "memory",
            {"case": f"gpt, {count} chunks"}, "1f1b", {"gradient accumulation": ["accumulated"]})
       for count in (4, 8)),
     Line("training step of a GPT, 2 stages", "timeline", {}, "pipekernels", TWO),

@@ -1,4 +1,4 @@
-// Python bindings of copies of micro-batches.
+// Python bindings of copies of microbatches.
 
 #include "pipekernels/micro_batch/micro_batch.h"
 
@@ -38,13 +38,13 @@ struct ElementKind {
 
 struct Kinds {
   ElementKind whole;
-  ElementKind part = {};  // of the first micro-batch
+  ElementKind part = {};  // of the first microbatch
 };
 
 Cast cast(const ElementKind& from, const ElementKind& to) {
   if (from.dtype < 0 || to.dtype < 0) {
     throw std::invalid_argument(
-        "a tensor and its micro-batches may differ in dtype only if both are float64, float32, "
+        "a tensor and its microbatches may differ in dtype only if both are float64, float32, "
         "float16 or bfloat16");
   }
   return {static_cast<DType>(from.dtype), static_cast<DType>(to.dtype)};
@@ -60,19 +60,19 @@ void check_shape(const Integers& part, const Integers& whole, int64_t dim, size_
   const auto text = [](const Integers& shape) {
     return py::str(py::tuple(py::cast(shape))).cast<std::string>();
   };
-  throw std::invalid_argument("a tensor of micro-batch " + std::to_string(micro_batch) +
+  throw std::invalid_argument("a tensor of microbatch " + std::to_string(micro_batch) +
                               " has shape " + text(part) + ", which must be that of its whole, " +
                               text(whole) + ", except along dimension " + std::to_string(dim));
 }
 
 // The request for tensors that must all be on one device of `device_type`. If the dtypes of a
-// tensor and its micro-batches differ, elements are cast.
+// tensor and its microbatches differ, elements are cast.
 MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::list& wholes,
                                 const py::list& micro_batches, dlpack::DeviceType device_type) {
   MicroBatchCopy request;
   request.direction = split ? Direction::kSplit : Direction::kConcat;
   request.dim = dim;
-  std::vector<Kinds> kinds;  // of each whole tensor and its micro-batches
+  std::vector<Kinds> kinds;  // of each whole tensor and its microbatches
   int device = 0;            // of the first tensor
   const auto checked_view = [&](py::handle tensor) {
     TensorView view = view_of(tensor);
@@ -93,7 +93,7 @@ MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::list& wholes,
     kinds.push_back({{view.dtype, view.item_size}});
   }
   if (request.wholes.empty()) throw std::invalid_argument("there are 0 tensors; give at least one");
-  size_t t = 0;  // The index of `tensor` in its micro-batch.
+  size_t t = 0;  // The index of `tensor` in its microbatch.
   for (const py::handle tensor : micro_batches) {
     TensorView view = checked_view(tensor);
     WholeTensor& whole = request.wholes[t];
@@ -107,11 +107,11 @@ MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::list& wholes,
       if (kind != whole_kind) whole.cast = split ? cast(whole_kind, kind) : cast(kind, whole_kind);
     }
     if (kind != part_kind) {
-      throw std::invalid_argument("micro-batch " + std::to_string(request.sizes.size() - 1) +
+      throw std::invalid_argument("microbatch " + std::to_string(request.sizes.size() - 1) +
                                   " differs in dtype from the first one");
     }
     if (size != request.sizes.back()) {
-      throw std::invalid_argument("the tensors of micro-batch " +
+      throw std::invalid_argument("the tensors of microbatch " +
                                   std::to_string(request.sizes.size() - 1) +
                                   " differ in their size along dimension " + std::to_string(dim));
     }
@@ -138,15 +138,15 @@ bool are_plain(const py::list& tensors) {
 }
 
 // Whether all tensors are plain, on one device, and can be concatenated along `dim`. Each
-// micro-batch consists of `tensors` consecutive entries of `micro_batches`.
+// microbatch consists of `tensors` consecutive entries of `micro_batches`.
 bool are_plain_and_fit(int64_t dim, int64_t tensors, const py::list& micro_batches) {
   using dlpack::Tensor;
   check_in_range("dim", dim, 0, std::numeric_limits<int64_t>::max());
   if (micro_batches.empty()) return true;
   check_in_range("tensors", tensors, 1, static_cast<int64_t>(micro_batches.size()));
-  std::vector<Tensor> first(tensors);  // the first micro-batch
-  int64_t size = 0;                    // of the current micro-batch, along `dim`
-  int64_t t = 0;                       // the index of `tensor` in its micro-batch
+  std::vector<Tensor> first(tensors);  // the first microbatch
+  int64_t size = 0;                    // of the current microbatch, along `dim`
+  int64_t t = 0;                       // the index of `tensor` in its microbatch
   for (int64_t i = 0; i < static_cast<int64_t>(micro_batches.size()); ++i) {
     const py::handle tensor = micro_batches[i];
     Tensor given;

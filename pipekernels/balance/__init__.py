@@ -37,7 +37,7 @@ def balance_by_time(
     Args:
         partitions: number of stages.
         module: the layers.
-        sample: a typical micro-batch: a tensor ``[batch, ...]`` or a tuple, list or dict of them.
+        sample: a typical microbatch: a tensor ``[batch, ...]`` or a tuple, list or dict of them.
         timeout: for how many seconds layers take turns, each at least three times.
         device: where to measure. Default: the current CUDA device; the CPU where there is none.
 
@@ -62,7 +62,7 @@ def balance_by_size(
 ) -> list[int]:
     """The numbers of layers that minimise the largest stage's memory.
 
-    A stage's memory is estimated as the activations that one micro-batch keeps for its backward, as
+    A stage's memory is estimated as the activations that one microbatch keeps for its backward, as
     with checkpointing, plus ``param_scale`` times its trainable parameters, plus frozen parameters
     and buffers.
 
@@ -70,7 +70,7 @@ def balance_by_size(
         partitions: number of stages.
         module: the layers.
         input: a mini-batch: a tensor ``[batch, ...]`` or a tuple, list or dict of them.
-        chunks: number of micro-batches that it will be cut into.
+        chunks: number of microbatches that it will be cut into.
         param_scale: memory for a parameter, its gradient and optimizer state, in sizes of the
             parameter: :doc:`/guides/pipe` has those of torch's optimizers.
         device: where to measure. Default: the current CUDA device; the CPU where there is none.

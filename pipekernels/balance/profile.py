@@ -41,7 +41,7 @@ def measure_seconds(
     argument of the first.
 
     The smallest time counts, because disturbances only make it longer. Gradients are added to
-    existing ones, as from the second micro-batch on. A ValueError if ``timeout`` is negative or
+    existing ones, as from the second microbatch on. A ValueError if ``timeout`` is negative or
     infinite, or a layer has collectives.
     """
     if not 0 <= timeout < math.inf:
@@ -76,7 +76,7 @@ def measure_seconds(
 
 
 def measure_bytes(module: nn.Sequential, sample: Any, device: torch.device) -> list[int]:
-    """What every layer keeps for its backward of the micro-batch ``sample``: the storages that its
+    """What every layer keeps for its backward of the microbatch ``sample``: the storages that its
     graph alone keeps alive, without ``sample``. A storage is counted once, for the first layer that
     keeps it, and a skip as made by the layer that pops it."""
     # For each input of the next layer, whether it is counted. The caller keeps those of the first.
@@ -107,7 +107,7 @@ def measure_bytes(module: nn.Sequential, sample: Any, device: torch.device) -> l
 
 
 def first_micro_batch(sample: Any, chunks: int) -> Any:
-    """The first of ``chunks`` micro-batches of ``sample``; a TypeError or ValueError if that cannot
+    """The first of ``chunks`` microbatches of ``sample``; a TypeError or ValueError if that cannot
     be cut along dimension 0."""
     tensors, structure = flatten(sample, "the sample")
     rows = micro_batch_sizes(rows_of(tensors, 0, "sample tensor"), chunks)[0]

@@ -1,3 +1,3 @@
-"""Operations that call no communicator: splitting and joining micro-batches, copies between
+"""Operations that call no communicator: splitting and joining microbatches, copies between
 devices, the sharded GEMM; and helpers of registered operations. :mod:`pipekernels.ops` exports
 them."""

@@ -1,4 +1,4 @@
-"""Split tensors into micro-batches and concatenate micro-batches, each in one native call."""
+"""Split tensors into microbatches and concatenate microbatches, each in one native call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipekernels.local_ops.micro_batch_op import CONCAT, SPLIT
 
 
 def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
-    """Sizes of the micro-batches of ``batch`` entries, as ``torch.tensor_split`` cuts them.
+    """Sizes of the microbatches of ``batch`` entries, as ``torch.tensor_split`` cuts them.
 
     There are ``max(1, min(chunks, batch))``; they differ by at most one, larger ones first.
     """
@@ -43,19 +43,19 @@ def split_micro_batches(
     *,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor] | list[tuple[Tensor, ...]]:
-    """Copy ``tensors`` into contiguous micro-batches along dimension ``dim``.
+    """Copy ``tensors`` into contiguous microbatches along dimension ``dim``.
 
     Args:
         tensors: a tensor, or several of any shapes, strides and dtypes on one device that agree in
             their size along ``dim``.
-        chunks: the number of micro-batches; a smaller batch gives as many as it has entries.
+        chunks: the number of microbatches; a smaller batch gives as many as it has entries.
             ``torch.export`` needs a batch of fixed size, as their number depends on it.
         dim: the batch dimension; may be negative.
         dtype: float64, float32, float16 or bfloat16, to which tensors of these four are cast in the
             same pass. Other tensors keep their dtype; gradients have the dtypes of the input.
 
     Returns:
-        One entry per micro-batch, a tensor if one was given, else a tuple of tensors. Sizes differ
+        One entry per microbatch, a tensor if one was given, else a tuple of tensors. Sizes differ
         by at most one, larger ones first. No memory is shared with the input or among the results.
 
     Raises:
@@ -93,11 +93,11 @@ def concat_micro_batches(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Concatenate micro-batches along dimension ``dim``: the inverse of
+    """Concatenate microbatches along dimension ``dim``: the inverse of
     :func:`split_micro_batches`.
 
     Args:
-        micro_batches: one entry per micro-batch, in order: a tensor, or a sequence of tensors that
+        micro_batches: one entry per microbatch, in order: a tensor, or a sequence of tensors that
             agree in their size along ``dim``. All entries have as many tensors, and the k-th has
             the same dtype, device and, except along ``dim``, shape in all of them. Any strides.
         dim: the batch dimension; may be negative.
@@ -108,19 +108,19 @@ def concat_micro_batches(
 
     Raises:
         TypeError, IndexError, RuntimeError: as :func:`split_micro_batches`.
-        ValueError: no micro-batch; shapes, dtypes, lengths or devices that differ; a cast between
+        ValueError: no microbatch; shapes, dtypes, lengths or devices that differ; a cast between
             other dtypes, or of memory not aligned to its elements.
     """
     entries = list(micro_batches)
     if not entries:
-        raise ValueError("there is no micro-batch to concatenate; give at least one")
+        raise ValueError("there is no microbatch to concatenate; give at least one")
     single = isinstance(entries[0], Tensor)
-    rows = [[e] if isinstance(e, Tensor) else _as_list(e, "a micro-batch") for e in entries]
+    rows = [[e] if isinstance(e, Tensor) else _as_list(e, "a microbatch") for e in entries]
     width = len(rows[0])
     for i, row in enumerate(rows):
         if len(row) != width or isinstance(entries[i], Tensor) != single:
             raise ValueError(
-                f"all micro-batches must have the same structure: number 0 has {width} tensor(s), "
+                f"all microbatches must have the same structure: number 0 has {width} tensor(s), "
                 f"number {i} has {len(row)}"
             )
     flat = [tensor for row in rows for tensor in row]

@@ -1,4 +1,4 @@
-"""The registered operations (schema, fake, autograd) that split tensors into micro-batches and
+"""The registered operations (schema, fake, autograd) that split tensors into microbatches and
 concatenate them. They trace under ``torch.compile(fullgraph=True)``."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pipekernels import _backend
 from pipekernels._torch_private import below_autograd
 from pipekernels.local_ops.dispatch import has_derivatives, is_observed
 
-# The second argument of the operations: sizes of the micro-batches to split into, or how many
-# tensors each micro-batch to concatenate has.
+# The second argument of the operations: sizes of the microbatches to split into, or how many
+# tensors each microbatch to concatenate has.
 Layout = Sequence[int] | int
 
 
@@ -53,7 +53,7 @@ def _new_wholes(
 class _Function(torch.autograd.Function):
     """Both operations, each of which is the backward of the other.
 
-    ``ctx.wanted`` says which tensors of a micro-batch need gradients.
+    ``ctx.wanted`` says which tensors of a microbatch need gradients.
     """
 
     @staticmethod
@@ -71,7 +71,7 @@ class _Function(torch.autograd.Function):
         ctx.sizes = layout if split else [t.shape[dim] for t in tensors[::width]]
         needs = ctx.needs_input_grad[4:]
         ctx.wanted = wanted = [any(needs[t::width]) for t in range(width)]
-        # One micro-batch tells the dtypes of all. If they differ, autograd casts the gradients.
+        # One microbatch tells the dtypes of all. If they differ, autograd casts the gradients.
         pairs = zip(tensors, wanted, strict=False)
         dtypes = {tensor.dtype for tensor, w in pairs if w and tensor.is_floating_point()}
         ctx.dtype_back = dtypes.pop() if dtype and len(dtypes) == 1 else None

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model cut into stages that work on different micro-batches at the same
+"""Pipeline parallelism: a model cut into stages that work on different microbatches at the same
 time."""
 
 from pipekernels.pipeline.pipe import Pipe

@@ -1,4 +1,4 @@
-"""``Pipe``: an ``nn.Sequential`` run as a pipeline of stages over micro-batches."""
+"""``Pipe``: an ``nn.Sequential`` run as a pipeline of stages over microbatches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _MOVE_DENIED = (
 
 class Pipe(nn.Module):
     """Runs an ``nn.Sequential`` as a pipeline: its layers are cut into stages, each input into
-    micro-batches, and stages work on different micro-batches at the same time::
+    microbatches, and stages work on different microbatches at the same time::
 
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
         pipe = Pipe(model, balance=[2, 2], devices=["cpu", "cpu"], chunks=8)
@@ -55,7 +55,7 @@ class Pipe(nn.Module):
 
     The interface is fairscale's and torchgpipe's, the schedule GPipe's (Huang et al., 2019). The
     pipe's layers are the module's own. To autograd it is one node; gradients have the bits of a
-    loop over the micro-batches. :doc:`/guides/pipe` says what layers may do, and what threads,
+    loop over the microbatches. :doc:`/guides/pipe` says what layers may do, and what threads,
     ranks, ``torch.compile`` and FSDP2 have to keep to.
 
     A recomputation draws the random numbers of its forward again from torch's default generators,
@@ -69,12 +69,12 @@ class Pipe(nn.Module):
             ``pipekernels.balance.balance_by_time`` measures layers instead.
         devices: a device per stage; more are ignored. Default: all CUDA devices; the CPU for every
             stage where there is none.
-        chunks: most micro-batches per input. A batch of b is cut into ``min(chunks, b)``, of sizes
+        chunks: most microbatches per input. A batch of b is cut into ``min(chunks, b)``, of sizes
             that differ by at most one.
-        checkpoint: which micro-batches keep their inputs only and are recomputed in the backward:
+        checkpoint: which microbatches keep their inputs only and are recomputed in the backward:
             ``'always'``, ``'except_last'`` or ``'never'``. In evaluation mode none is.
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
-            micro-batches.
+            microbatches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
             A warning is given if it is 0 and a layer that is not ``batch_first`` wants 1.
         execution: how mini-batches run on CPUs. ``'auto'``: the fastest of the others, measured for
@@ -157,21 +157,21 @@ class Pipe(nn.Module):
 
         Args:
             *inputs: the first layer's arguments: tensors with a dimension ``batch_dim`` of one
-                size, or tuples, lists and dicts of them. Tensors are cut into micro-batches; every
-                micro-batch gets other values, and tensors in ``NoChunk(tensor)``, unsplit.
+                size, or tuples, lists and dicts of them. Tensors are cut into microbatches; every
+                microbatch gets other values, and tensors in ``NoChunk(tensor)``, unsplit.
             **kwargs: the first layer's keyword arguments, cut the same way.
 
         Returns:
-            What the module returns, on the last stage's device, with tensors of all micro-batches
+            What the module returns, on the last stage's device, with tensors of all microbatches
             joined along ``batch_dim``. A floating-point scalar, such as an auxiliary loss, becomes
-            the mean weighted by the micro-batches' rows. Any other value becomes a list
-            with an entry per micro-batch, but None stays None. A pipe without layers returns its
+            the mean weighted by the microbatches' rows. Any other value becomes a list
+            with an entry per microbatch, but None stays None. A pipe without layers returns its
             input itself.
 
         Raises:
             TypeError: the input, or what a stage returns, has no tensor.
             ValueError: the input cannot be split: no batch dimension, or batch sizes differ; or
-                the outputs of micro-batches cannot be joined along ``batch_dim``.
+                the outputs of microbatches cannot be joined along ``batch_dim``.
             RuntimeError: inside a transform of ``torch.func``, or with tangents (forward-mode
                 differentiation); while it is traced (``torch.jit``, ``torch.fx``,
                 ``torch.export``); or an entry of ``partitions`` has been replaced.
@@ -213,11 +213,11 @@ class Pipe(nn.Module):
             target: tensors of the same batch size, split like the input; None if ``loss_fn`` takes
                 outputs only.
             loss_fn: called on the last stage's lane as ``loss_fn(output, target)`` with those of
-                one micro-batch; returns a scalar, or a tuple of a scalar and of other values to
+                one microbatch; returns a scalar, or a tuple of a scalar and of other values to
                 return, in which there is a tensor.
             schedule: ``'gpipe'``, ``'1f1b'``, ``'interleaved'`` or ``'zb-h1'``.
             lanes: for ``'interleaved'``: lane ``i`` runs the stages ``i``, ``i + lanes``, ...
-            loss_reduction: what ``loss_fn`` does over its rows: ``'mean'`` (micro-batches are
+            loss_reduction: what ``loss_fn`` does over its rows: ``'mean'`` (microbatches are
                 weighted by their share of the batch) or ``'sum'``.
 
         Returns:

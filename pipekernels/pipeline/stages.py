@@ -45,14 +45,14 @@ class PipelineStage(nn.Module):
 
 
 class PipelineParallel(Pipe):
-    """Runs stages over micro-batches: a :class:`Pipe` made of stage objects (:doc:`/guides/pipe`).
+    """Runs stages over microbatches: a :class:`Pipe` made of stage objects (:doc:`/guides/pipe`).
 
     Each stage runs on the device of its layers; a stage without parameters and buffers runs on that
     of the previous stage or, if no earlier stage has any, of the first stage that has some.
 
     Args:
         stages: in any order; their indices are 0 to n - 1.
-        num_micro_batches: the most micro-batches per input.
+        num_micro_batches: the most microbatches per input.
         checkpoint, execution: see ``Pipe``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Splitting into micro-batches and concatenating them.
+"""Splitting into microbatches and concatenating them.
 
 Results are exact copies for all shapes, strides and dtypes; casts equal those of ``Tensor.to``.
 """
@@ -235,7 +235,7 @@ def test_gradients_where_only_some_tensors_need_one(device: torch.device) -> Non
     parts = split_micro_batches([y, x, index], 2)
     assert [t.requires_grad for t in parts[0]] == [False, True, False]
     weight = torch.randn(3, 2, device=device)
-    (parts[0][1] * weight).sum().backward()  # The loss does not use the second micro-batch.
+    (parts[0][1] * weight).sum().backward()  # The loss does not use the second microbatch.
     assert torch.equal(x.grad, torch.cat([weight, torch.zeros(2, 2, device=device)]))
 
     a = torch.randn(2, 2, device=device, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Errors of splitting into micro-batches and concatenating them."""
+"""Errors of splitting into microbatches and concatenating them."""
 
 import re
 from typing import Any
@@ -22,7 +22,7 @@ SPLIT_ERRORS: list[tuple[Any, Any, Any, type[Exception], str]] = [
     ([X, 1], 2, 0, TypeError, "expected tensors, got int at position 1"),
     (1, 2, 0, TypeError, "tensors must be tensors in a list or tuple, got int"),
     (torch.tensor(1.0), 2, 0, IndexError, "tensor has no dimensions"),
-    ([X, X[:3]], 2, 0, ValueError, "micro-batches hold 4 entries, the tensor has 3"),
+    ([X, X[:3]], 2, 0, ValueError, "microbatches hold 4 entries, the tensor has 3"),
     ([X, X[None]], 2, -1, ValueError, "of shape (4, 3), than of tensor 1, of shape (1, 4, 3)"),
     ([X, X.to("meta")], 2, 0, ValueError, "tensor 0 is on cpu, tensor 1 on meta"),
     (X.to_sparse(), 2, 0, TypeError, "layout torch.sparse_coo and dtype torch.float32; use"),
@@ -30,16 +30,16 @@ SPLIT_ERRORS: list[tuple[Any, Any, Any, type[Exception], str]] = [
     (QUANTIZED, 2, 0, TypeError, "torch.strided and dtype torch.quint8; use"),
 ]
 CONCAT_ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
-    ([], 0, ValueError, "there is no micro-batch"),
-    ([X, X.double()], 0, ValueError, "micro-batch 1 differs in dtype from the first"),
-    ([X, X[:, :2]], 0, ValueError, "micro-batch 1 has shape (4, 2)"),
-    ([X, X[None]], 0, ValueError, "micro-batch 1 has shape (1, 4, 3)"),
+    ([], 0, ValueError, "there is no microbatch"),
+    ([X, X.double()], 0, ValueError, "microbatch 1 differs in dtype from the first"),
+    ([X, X[:, :2]], 0, ValueError, "microbatch 1 has shape (4, 2)"),
+    ([X, X[None]], 0, ValueError, "microbatch 1 has shape (1, 4, 3)"),
     ([X, X.to("meta")], 0, ValueError, "tensor 0 is on cpu, tensor 1 on meta"),
-    ([(X, X), (X, X[:1])], 0, ValueError, "micro-batch 1 differ in their size along dimension 0"),
+    ([(X, X), (X, X[:1])], 0, ValueError, "microbatch 1 differ in their size along dimension 0"),
     ([X], 2, IndexError, "range of [-2, 1], but got 2"),
     ([(X, X), (X,)], 0, ValueError, "number 0 has 2 tensor(s), number 1 has 1"),
     ([X, (X,)], 0, ValueError, "the same structure"),
-    ([X, 1], 0, TypeError, "a micro-batch must be tensors in a list or tuple, got int"),
+    ([X, 1], 0, TypeError, "a microbatch must be tensors in a list or tuple, got int"),
     ([QUANTIZED, QUANTIZED], 0, TypeError, "dtype torch.quint8; use"),
     ([(X,), (1,)], 0, TypeError, "expected tensors, got int at position 1"),
 ]

@@ -21,7 +21,7 @@ def tensor(*shape: int) -> Tensor:
 
 
 def by_micro_batches(x: Tensor) -> Tensor:
-    """With micro-batches that also hold tensors that are not differentiated."""
+    """With microbatches that also hold tensors that are not differentiated."""
     rows = split_micro_batches([x, torch.arange(len(x)), torch.ones(len(x), 2)], 3)
     whole, *_ = concat_micro_batches([(part.sin(), index, ones) for part, index, ones in rows])
     return whole.cos()

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 from pipekernels import NoChunk
 
-ROWS, CHUNKS = 7, 3  # Micro-batches of 3, 2 and 2 rows.
+ROWS, CHUNKS = 7, 3  # Microbatches of 3, 2 and 2 rows.
 WEIGHTS = [3 / 7, 2 / 7, 2 / 7]
 MODES = ("always", "except_last", "never")
 

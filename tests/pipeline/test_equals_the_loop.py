@@ -1,4 +1,4 @@
-"""A pipe has the bits of the plain loop over its micro-batches, and the results of the model.
+"""A pipe has the bits of the plain loop over its microbatches, and the results of the model.
 
 Every schedule, execution, mode of checkpointing and place, with models of all kinds of values.
 """
@@ -67,7 +67,7 @@ def test_bits_of_the_loop(name: str, way: str, execution: str, checkpoint: str) 
 
 
 def without_a_pipe(model: Model) -> tuple[Loop, nn.Sequential]:
-    """The whole batch as one micro-batch."""
+    """The whole batch as one microbatch."""
     module = model.build(torch.float64)
     dim, copies = model.options.get("batch_dim", 0), model.writes_to_inputs
     return Loop([module], 1, dim, copies=copies), module

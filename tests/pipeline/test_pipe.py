@@ -212,7 +212,7 @@ def test_a_layer_that_returns_the_same_memory_each_time(place: torch.device) -> 
     scalar = torch.empty((), device=place)
 
     def write(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        mixed = memory[rows[0, 0].item() != x[0, 0]]  # float32 in the first micro-batch alone.
+        mixed = memory[rows[0, 0].item() != x[0, 0]]  # float32 in the first microbatch alone.
         return mixed.copy_(rows), memory[0].copy_(rows), scalar.copy_(rows.mean())
 
     with torch.no_grad():

@@ -247,7 +247,7 @@ def test_cached_parametrizations_are_refused_with_gradients() -> None:
     x = torch.randn(4, 4, dtype=torch.float64)
     expected = module(x)
     with nn.utils.parametrize.cached():
-        with pytest.raises(RuntimeError, match=r"cached\(\) would give every micro-batch the"):
+        with pytest.raises(RuntimeError, match=r"cached\(\) would give every microbatch the"):
             pipe(x)
         with torch.no_grad():
             torch.testing.assert_close(pipe(x), expected)
@@ -276,7 +276,7 @@ def test_a_failed_backward_does_not_affect_the_next(execution: str) -> None:
     class Hooked(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = super().forward(x)
-            if x[0, 0] == 1:  # The first micro-batch; its backward is the last one.
+            if x[0, 0] == 1:  # The first microbatch; its backward is the last one.
                 y.register_hook(hook)
             return y
 

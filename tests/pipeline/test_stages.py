@@ -1,7 +1,7 @@
 """Pipelines of stage objects.
 
 The interface is that of Rust's generic ``PipelineParallel<B: Backend>`` (stages to which layers are
-added one by one, GPipe's micro-batches), with extensions.
+added one by one, GPipe's microbatches), with extensions.
 """
 
 import copy

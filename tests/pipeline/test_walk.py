@@ -43,5 +43,5 @@ def test_a_mini_batch_is_a_short_walk(chunks: int, monkeypatch: pytest.MonkeyPat
     files = dict.fromkeys(name.partition(":")[0] for name in forward)
     for bound, found in zip(BOUNDS, (forward, files, frames, backward), strict=True):
         assert len(found) <= BOUNDS[bound], "\n".join([f"{len(found)} {bound}:", *found])
-    # A single micro-batch runs in the caller's graph, whose backward is autograd's.
+    # A single microbatch runs in the caller's graph, whose backward is autograd's.
     assert forward and frames and bool(backward) == (chunks > 1)

@@ -1,4 +1,4 @@
-"""The plain loop over micro-batches that a pipe has the bits of, and how either is run."""
+"""The plain loop over microbatches that a pipe has the bits of, and how either is run."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ def leaves_of(value: Any, of: type) -> list[Any]:
 
 
 def task_seed(base: int, stage: int, micro_batch: int) -> int:
-    """Of a stage on a micro-batch of the mini-batch that drew ``base``."""
+    """Of a stage on a microbatch of the mini-batch that drew ``base``."""
     return base + stage * 0x9E3779B1 + micro_batch * 0x85EBCA77
 
 
@@ -33,9 +33,9 @@ def loss_of(output: Any) -> Tensor:
 
 
 class Loop:
-    """Called as a pipe, runs ``stages``, lists of layers, on one micro-batch after another.
+    """Called as a pipe, runs ``stages``, lists of layers, on one microbatch after another.
 
-    Each stage is seeded for each micro-batch, as a pipe's are, whose first draw from the caller's
+    Each stage is seeded for each microbatch, as a pipe's are, whose first draw from the caller's
     generator is the base of all seeds.
     """
 
@@ -60,7 +60,7 @@ class Loop:
     def train_step(
         self, args: Any, target: None, loss_fn: Callable[..., Tensor], *, schedule: str, **_: Any
     ) -> Tensor:
-        """There is a backward per micro-batch; those of GPipe are from the last to the first."""
+        """There is a backward per microbatch; those of GPipe are from the last to the first."""
         args = args if isinstance(args, tuple) else (args,)
         self._begin(args)
         losses = []

@@ -16,7 +16,7 @@ from support.function_layer import FunctionLayer
 from support.loops import loss_of
 from support.skip_layers import Pop, Stash
 
-ROWS, CHUNKS, WIDTH = 7, 3, 6  # Micro-batches of 3, 2 and 2 rows.
+ROWS, CHUNKS, WIDTH = 7, 3, 6  # Microbatches of 3, 2 and 2 rows.
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Model:
     args: Callable[[], tuple[Any, ...]] = lambda: (randn(ROWS, WIDTH).requires_grad_(),)
     # Whether the whole batch at once has the same results.
     is_by_row: bool = True
-    # Whether a gradient is a sum of several terms per micro-batch, whose order is not the loop's.
+    # Whether a gradient is a sum of several terms per microbatch, whose order is not the loop's.
     has_sums: bool = False
     writes_to_inputs: bool = False
     autocast: bool = False
@@ -90,7 +90,7 @@ class Encode(nn.Linear):
 class Decode(nn.Linear):
     def forward(self, value: Any) -> Any:
         y = super().forward(value["inner"].hidden)
-        # All micro-batches' indices together are not those of the whole batch.
+        # All microbatches' indices together are not those of the whole batch.
         return {"y": y, "rest": (value["inner"].index >= 0, y.square().mean(), value["rows"])}
 
 

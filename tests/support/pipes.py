@@ -33,7 +33,7 @@ def assert_same_gradients(module: nn.Module, other: nn.Module, **tolerances: flo
 
 
 def outcome(module: nn.Module, x: torch.Tensor, chunks: int = 1) -> list[Any]:
-    """The output of a loop over micro-batches, and the gradients of the sum of its squares by ``x``
+    """The output of a loop over microbatches, and the gradients of the sum of its squares by ``x``
     and by the parameters."""
     module.zero_grad()
     leaf = x.detach().clone().requires_grad_()

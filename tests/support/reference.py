@@ -1,4 +1,4 @@
-"""Operations on micro-batches and collectives in plain torch and higher precision.
+"""Operations on microbatches and collectives in plain torch and higher precision.
 
 Those of the collectives take the tensors of all ranks at once.
 """
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# ---- micro-batches ----
+# ---- microbatches ----
 
 
 def split_micro_batches(
     tensors: Sequence[Tensor], chunks: int, dim: int, dtype: torch.dtype | None = None
 ) -> list[tuple[Tensor, ...]]:
-    """One tuple of contiguous copies per micro-batch, floating-point ones in ``dtype`` if given."""
+    """One tuple of contiguous copies per microbatch, floating-point ones in ``dtype`` if given."""
     count = max(1, min(chunks, tensors[0].shape[dim]))
     slices = [_cast(t, dtype).tensor_split(count, dim) for t in tensors]
     copies = [[s.clone(memory_format=torch.contiguous_format) for s in group] for group in slices]

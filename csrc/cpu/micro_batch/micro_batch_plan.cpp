@@ -24,15 +24,15 @@ void validate(const MicroBatchCopy& request) {
   using std::to_string;
   const size_t tensors = request.wholes.size();
   if (request.micro_batches.size() != tensors * request.sizes.size()) {
-    reject(to_string(request.micro_batches.size()) + " micro-batch tensors for " +
+    reject(to_string(request.micro_batches.size()) + " microbatch tensors for " +
            to_string(tensors) + " tensors and " + to_string(request.sizes.size()) +
-           " micro-batches; give one for each pair");
+           " microbatches; give one for each pair");
   }
   int64_t total = 0;
   for (const int64_t size : request.sizes) {
-    if (size < 0) reject("a micro-batch of negative size " + to_string(size));
+    if (size < 0) reject("a microbatch of negative size " + to_string(size));
     if (__builtin_add_overflow(total, size, &total)) {
-      reject("micro-batches of more than " + to_string(std::numeric_limits<int64_t>::max()) +
+      reject("microbatches of more than " + to_string(std::numeric_limits<int64_t>::max()) +
              " entries");
     }
   }
@@ -58,13 +58,13 @@ void validate(const MicroBatchCopy& request) {
       reject("dimension " + to_string(request.dim) + " of a tensor with " + to_string(dims));
     }
     if (whole.shape[request.dim] != total) {
-      reject("micro-batches hold " + to_string(total) + " entries, the tensor has " +
+      reject("microbatches hold " + to_string(total) + " entries, the tensor has " +
              to_string(whole.shape[request.dim]));
     }
   }
   for (size_t i = 0; i < request.micro_batches.size(); ++i) {
     if (request.micro_batches[i].strides.size() != request.wholes[i % tensors].shape.size()) {
-      reject("a micro-batch must have as many dimensions as its tensor");
+      reject("a microbatch must have as many dimensions as its tensor");
     }
   }
 }
@@ -292,7 +292,7 @@ Plan plan_tiles(const MicroBatchCopy& request, const TileShape& shape) {
   const size_t tensors = request.wholes.size();
   Planner planner(shape, request.micro_batches.size());
   Dimensions dims;    // reused, since there may be many small copies
-  int64_t start = 0;  // the micro-batch's first index along the batch dimension
+  int64_t start = 0;  // the microbatch's first index along the batch dimension
   for (size_t i = 0; i < request.sizes.size(); ++i) {
     for (size_t t = 0; t < tensors; ++t) {
       const WholeTensor& whole = request.wholes[t];

@@ -84,7 +84,7 @@ void copy_element(const std::optional<Cast>& cast, const char* from, char* to, i
   });
 }
 
-// Tensors and their micro-batches. If a split casts a tensor, a concatenation casts it back.
+// Tensors and their microbatches. If a split casts a tensor, a concatenation casts it back.
 struct Case {
   Integers sizes;
   int64_t dim = 0;

@@ -224,7 +224,7 @@ void test_offsets_beyond_32_bits() {
       const TiledCopy& copy = plan.copies[number];
       CHECK(copy.transposed == transposed);
       const Tile tile = tile_at(copy, index);
-      // The position of the tile's first element in its micro-batch, and from that in the whole.
+      // The position of the tile's first element in its microbatch, and from that in the whole.
       const int64_t begin =
           std::accumulate(request.sizes.begin(), request.sizes.begin() + number, int64_t{0});
       const int64_t width = dim == 0 ? kCols : request.sizes[number];

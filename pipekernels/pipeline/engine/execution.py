@@ -46,10 +46,10 @@ class Signature(NamedTuple):
 
     schedule: Schedule
     micro_batches: int
-    size_bits: int  # Length, in bits, of the number of elements of a micro-batch.
+    size_bits: int  # Length, in bits, of the number of elements of a microbatch.
     grad: bool  # Whether a backward can follow.
     training: tuple[bool, ...]  # Training flag of each layer.
-    recomputed: int  # Number of recomputed micro-batches.
+    recomputed: int  # Number of recomputed microbatches.
     trains: bool  # Whether it is a training step, whose schedule the user chose.
 
     @property
@@ -59,7 +59,7 @@ class Signature(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.schedule.name} of {self.micro_batches} micro-batches of less than "
+            f"{self.schedule.name} of {self.micro_batches} microbatches of less than "
             f"2**{self.size_bits} elements, {'with' if self.grad else 'without'} gradients, "
             f"{self.recomputed} recomputed"
         )
@@ -185,7 +185,7 @@ class Executions:
             plan = self._plans[key] = Plan(self._stages, signature, execution, fuses=fuses)
             if why is not None:  # Auto logs the others.
                 stages, name = len(self._stages.tasks), signature.schedule.name
-                message = "a pipe of %d stages, %s, %d micro-batches: %s (%s)"
+                message = "a pipe of %d stages, %s, %d microbatches: %s (%s)"
                 _log.info(message, stages, name, signature.micro_batches, execution, why)
         return plan, record
 
@@ -200,7 +200,7 @@ class Executions:
         if self._stages.one_thread is not None:
             return self._stages.one_thread
         if min(len(self._stages.tasks), signature.micro_batches) < 2:
-            return "a single stage or micro-batch has nothing to run beside"
+            return "a single stage or microbatch has nothing to run beside"
         if needs_this_thread():
             return "a mode, the profiler or hooks on saved tensors observe the calling thread"
         if self._stages.observed.needs_one_thread():

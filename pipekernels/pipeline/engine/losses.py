@@ -1,4 +1,4 @@
-"""The loss of each micro-batch, computed inside the pipeline, and its gradients."""
+"""The loss of each microbatch, computed inside the pipeline, and its gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LossFunction = Callable[..., Any]
 
 
 class Targets:
-    """The targets of each micro-batch of ``batch``.
+    """The targets of each microbatch of ``batch``.
 
     Raises:
         TypeError: there is no tensor in ``target``, or one that cannot be cut.
@@ -44,7 +44,7 @@ class Targets:
         tensors, structure = flatten(target, "target", chunks=batch.chunks)
         if any(tensor.grad_fn is not None for tensor in tensors):
             raise ValueError(
-                "a target has a graph, whose backward each micro-batch would run again; detach it, "
+                "a target has a graph, whose backward each microbatch would run again; detach it, "
                 "or use loss_fn(pipe(input), target).backward()"
             )
         whole = Batch(tensors, structure, batch.chunks, batch.dim)
@@ -57,7 +57,7 @@ class Targets:
             )
 
     def take(self, m: int, device: torch.device) -> list[Any]:
-        """A list of the target of micro-batch ``m``, on ``device``; empty if there is none."""
+        """A list of the target of microbatch ``m``, on ``device``; empty if there is none."""
         if self._parts is None:
             return []
         part = self._parts.take(m)
@@ -68,8 +68,8 @@ class Targets:
 
 
 class Losses:
-    """Computes the loss of each micro-batch. If ``loss`` is a ``mean`` over its rows, rather than a
-    sum, it is weighted by the micro-batch's share of the batch.
+    """Computes the loss of each microbatch. If ``loss`` is a ``mean`` over its rows, rather than a
+    sum, it is weighted by the microbatch's share of the batch.
 
     Gradients that flow from a loss directly to parameters of stages are in ``parameter_grads``, by
     id of the parameter, and not in the aliases: stages accumulate there at the same time, and the
@@ -96,7 +96,7 @@ class Losses:
         self.parameter_grads: dict[int, torch.Tensor] = {}
 
     def collect(self, m: int, outputs: Activation) -> None:
-        """Compute the loss of micro-batch ``m``; a ValueError if it is not a real scalar, a
+        """Compute the loss of microbatch ``m``; a ValueError if it is not a real scalar, a
         TypeError if it is not a tensor."""
         tensors = list(outputs.tensors)
         grads: list[torch.Tensor | None] = [None] * len(tensors)
@@ -119,7 +119,7 @@ class Losses:
         if loss.dim() != 0 or loss.is_complex():
             raise ValueError(
                 f"loss_fn returned a {loss.dtype} of shape {tuple(loss.shape)}; it must return a "
-                "real scalar, the mean or the sum over its micro-batch"
+                "real scalar, the mean or the sum over its microbatch"
             )
         self._values[m] = loss.detach()
         if loss.requires_grad:
@@ -170,7 +170,7 @@ class Losses:
                     if any(tensor.grad_fn in nodes for tensor in tensors_in(value)):
                         raise RuntimeError(
                             f"loss_fn uses {attribute!r} of layer {name!r} of stage {index}, where "
-                            f"another micro-batch may be by now. {PAST_THE_OUTPUT}"
+                            f"another microbatch may be by now. {PAST_THE_OUTPUT}"
                         )
 
     def _take(
@@ -182,7 +182,7 @@ class Losses:
         return (*grads[:i], None, *grads[i + 1 :])
 
     def check(self) -> None:
-        """After all micro-batches: raise a RuntimeError if no loss required a gradient."""
+        """After all microbatches: raise a RuntimeError if no loss required a gradient."""
         if not self._required_grad:
             raise RuntimeError(
                 "no loss requires a gradient, so nothing can be trained: all parameters are "
@@ -191,7 +191,7 @@ class Losses:
             )
 
     def total(self) -> Any:
-        """The loss of the whole batch: micro-batches summed in their order; in a tuple with the
+        """The loss of the whole batch: microbatches summed in their order; in a tuple with the
         values returned beside it, if there are any."""
         weighted = [v * w for v, w in zip(self._values, self._weights, strict=True)]
         total = torch.stack(weighted).sum()

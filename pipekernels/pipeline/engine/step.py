@@ -51,9 +51,9 @@ class Step:
     Args:
         plan: decides where and in which order they run.
         stages: what they run.
-        inputs: one per micro-batch.
+        inputs: one per microbatch.
         parameters: the stages', None if no backward can follow.
-        dropped: how many micro-batches, from the first, keep only their inputs and are recomputed
+        dropped: how many microbatches, from the first, keep only their inputs and are recomputed
             in the backward.
         record: called with the seconds that the mini-batch took, when it has ended.
     """
@@ -92,7 +92,7 @@ class Step:
         # Entered while autograd runs, on this thread or on another.
         self._waiting: AbstractContextManager[Any] = _NOTHING
         self._keep_graph = False
-        self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, micro-batch)
+        self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, microbatch)
         self._input_grads: list[Grads] = []
         self._released = False
         self._device = stages.devices[0]  # The current one, with its stream (Transport.phase).
@@ -103,7 +103,7 @@ class Step:
     # ---- passes ----------------------------------------------------------------------------------
 
     def is_alone(self, given: Sequence[torch.Tensor]) -> bool:
-        """Whether there is one micro-batch, ``given`` whole, and nothing between the model and its
+        """Whether there is one microbatch, ``given`` whole, and nothing between the model and its
         graph: then it is the model, and autograd runs its backward."""
         (task, *others), device = self._tasks, self.stages.devices[0]
         return (
@@ -116,7 +116,7 @@ class Step:
         )
 
     def run_alone(self, given: Sequence[torch.Tensor]) -> Any:
-        """Run a micro-batch that :meth:`is_alone` in the caller's graph; returns its value."""
+        """Run a microbatch that :meth:`is_alone` in the caller's graph; returns its value."""
         (task,) = self._tasks
         inputs = replace(self.inputs.take(0), tensors=tuple(given))
         try:
@@ -370,7 +370,7 @@ class Step:
         return result
 
     def _backward_at_once(self, action: Action, _: Any) -> None:
-        """Enter autograd once for all micro-batches: possible on one thread with nothing to
+        """Enter autograd once for all microbatches: possible on one thread with nothing to
         recompute. Autograd takes the latest forward first, as the program does."""
         tapes = {m: tape for m, tape in enumerate(self._tapes[0]) if tape is not None}
         if not self._keep_graph:
@@ -384,7 +384,7 @@ class Step:
             self._input_grads[m] = result
 
     def _autograd(self, task: Task, m: int | None, compute: Callable[[], T]) -> T:
-        """Call ``compute``, which runs autograd on graphs of micro-batch ``m``, of all if None."""
+        """Call ``compute``, which runs autograd on graphs of microbatch ``m``, of all if None."""
         try:
             with self._waiting, self.seeds.in_backward():
                 return compute()
@@ -404,7 +404,7 @@ class Step:
         task, context = self._tasks[stage], self._context
         assert context is not None and self.parameters is not None
         try:
-            shown = in_profile("recomputation stage %d, micro-batch %d", stage, m)
+            shown = in_profile("recomputation stage %d, microbatch %d", stage, m)
             with context.applied(), shown:
                 return task.recompute(tape, self.seeds, m, self.parameters)
         except Exception as error:
@@ -425,5 +425,5 @@ class Step:
 
 
 def _in_profile(compute: Compute, action: Action, value: Any) -> Any:
-    with in_profile("%s stage %d, micro-batch %d", *action):
+    with in_profile("%s stage %d, microbatch %d", *action):
         return compute(action, value)

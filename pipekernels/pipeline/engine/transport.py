@@ -30,7 +30,7 @@ from pipekernels.pipeline.stage.skip import Key, SkipRoutes
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 Receiver = tuple[int, int, bool]
-"""The action that uses a copy: its stage (-1: the caller), micro-batch, and whether a backward."""
+"""The action that uses a copy: its stage (-1: the caller), microbatch, and whether a backward."""
 
 
 class Transport:
@@ -135,7 +135,7 @@ class SkipTable:
         self._grads: dict[tuple[Key, int], torch.Tensor | None] = {}
 
     def leave(self, skips: Skips, m: int, transport: Transport) -> None:
-        """Keep skips of micro-batch ``m`` for the stages that pop them."""
+        """Keep skips of microbatch ``m`` for the stages that pop them."""
         for key, (skip, wants) in skips.items():
             receiver = self._routes.receiver[key]
             device = self._devices[receiver]
@@ -147,7 +147,7 @@ class SkipTable:
                 self._versions[key, m] = skip._version
 
     def take(self, keys: Sequence[Key], m: int) -> Skips:
-        """The skips of micro-batch ``m`` for ``keys``; those that are None are left out.
+        """The skips of microbatch ``m`` for ``keys``; those that are None are left out.
 
         Raises:
             RuntimeError: a skip that wants a gradient has been modified in place.

@@ -17,7 +17,7 @@ ActionKind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """One unit of work on one micro-batch in one stage.
+    """One unit of work on one microbatch in one stage.
 
     ``F``: forward. ``B``: backward. ``I`` and ``W``: the backward in two parts, first the gradients
     of the stage's inputs, then those of its parameters.
@@ -53,7 +53,7 @@ class Program:
     @cached_property
     def order(self) -> tuple[Action, ...]:
         """All actions, in an order in which a single thread can run them: backwards first, then
-        micro-batches furthest along, so that few are in flight. A ValueError if the lanes wait for
+        microbatches furthest along, so that few are in flight. A ValueError if the lanes wait for
         each other."""
         return tuple(simulate(self).start)
 
@@ -79,7 +79,7 @@ class Program:
 
 
 Pairs = Sequence[tuple[int, int]]
-"""Stages and micro-batches."""
+"""Stages and microbatches."""
 
 
 def _lane(forwards: Pairs, backwards: Pairs, ahead: int, lag: int = 0) -> list[Action]:
@@ -87,7 +87,7 @@ def _lane(forwards: Pairs, backwards: Pairs, ahead: int, lag: int = 0) -> list[A
     are in two parts, W that many backwards behind I.
 
     A lag of ``stage`` keeps the earlier stages busy. More would cost memory, because the graph of a
-    micro-batch lives until its W. No stage waits for stage 0, whose backwards are whole.
+    microbatch lives until its W. No stage waits for stage 0, whose backwards are whole.
     """
     later = [Action("F", *pair) for pair in forwards]
     firsts = [Action("I" if lag else "B", *pair) for pair in backwards]
@@ -98,7 +98,7 @@ def _lane(forwards: Pairs, backwards: Pairs, ahead: int, lag: int = 0) -> list[A
 
 @lru_cache(maxsize=256)
 def gpipe(stages: int, micro_batches: int, *, split: bool = False) -> Program:
-    """GPipe (Huang et al., 2019): every forward, then every backward, the last micro-batch first:
+    """GPipe (Huang et al., 2019): every forward, then every backward, the last microbatch first:
     ``checkpoint='except_last'`` keeps its activations, so earlier stages can begin while the others
     are recomputed. ``split`` gives it backwards in two parts, as :func:`zb_h1` has."""
     lanes = []
@@ -112,7 +112,7 @@ def gpipe(stages: int, micro_batches: int, *, split: bool = False) -> Program:
 def one_f_one_b(stages: int, micro_batches: int) -> Program:
     """1F1B (Narayanan et al., PipeDream, 2019, with a flush): after ``stages - stage`` forwards, a
     backward and a forward in turn. A stage holds the activations of at most ``stages - stage``
-    micro-batches."""
+    microbatches."""
     return interleaved(stages, stages, micro_batches)
 
 
@@ -120,7 +120,7 @@ def one_f_one_b(stages: int, micro_batches: int) -> Program:
 def zb_h1(stages: int, micro_batches: int) -> Program:
     """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): 1F1B with backwards in two parts,
     so that gradients reach earlier stages sooner and the second parts fill the bubble at the end. A
-    stage holds the activations of at most ``stages`` micro-batches, as the first does in 1F1B."""
+    stage holds the activations of at most ``stages`` microbatches, as the first does in 1F1B."""
     lanes = []
     for stage in range(stages):
         pairs = [(stage, m) for m in range(micro_batches)]
@@ -134,7 +134,7 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
     ``i + lanes``, ``i + 2 * lanes``, ... More stages per lane, of which ``stages`` is a multiple,
     mean a shorter bubble and more communication between lanes. With one stage per lane it is 1F1B.
 
-    Micro-batches go through a lane's stages in groups of ``lanes``, or of a few more if ``lanes``
+    Microbatches go through a lane's stages in groups of ``lanes``, or of a few more if ``lanes``
     does not divide their number.
     """
     count = max(1, micro_batches // lanes)
@@ -155,7 +155,7 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule by name, one of :data:`SCHEDULES`, for any number of stages and micro-batches;
+    """A schedule by name, one of :data:`SCHEDULES`, for any number of stages and microbatches;
     ``interleave`` is the number of lanes of ``'interleaved'``. A ValueError if it is missing, below
     1 or given for another schedule, or if ``name`` is unknown."""
 

@@ -1,7 +1,7 @@
 r"""A pipeline whose stages are the ranks of one mesh dimension: every rank runs the same program.
 
-GPipe's schedule (Huang et al., 2019) on ``torch.distributed``: a stage works on a micro-batch while
-the next one works on the micro-batch before. To autograd the communication is a few nodes in each
+GPipe's schedule (Huang et al., 2019) on ``torch.distributed``: a stage works on a microbatch while
+the next one works on the microbatch before. To autograd the communication is a few nodes in each
 rank's graph, threaded on a chain of empty tokens::
 
     start -- receive 0       send 0, receive 1       send 1, receive 2 -- ... -- end
@@ -10,7 +10,7 @@ rank's graph, threaded on a chain of empty tokens::
 In the backward each node sends the gradient of what it has received, then receives that of what it
 has sent. The chain makes the backward go through the forward's messages in reverse, and through
 all of them or none, whatever the loss depends on. Between the nodes are ordinary graphs, whose
-memory the backward frees micro-batch by micro-batch.
+memory the backward frees microbatch by microbatch.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def execute_pipeline(
         module: this rank's stage; takes a tensor and returns one.
         x: ``[batch, ...]``, on the mesh's device. Only the first stage needs it; the others may
             pass ``None``.
-        num_microbatches: how many micro-batches ``x`` is split into, along dimension 0.
+        num_microbatches: how many microbatches ``x`` is split into, along dimension 0.
         model_axis_name: the mesh dimension whose ranks hold the stages.
         mesh: a mesh with this dimension. Default: the enclosing one (``with mesh:``).
-        args, kwargs: more arguments of the module, passed whole with every micro-batch.
+        args, kwargs: more arguments of the module, passed whole with every microbatch.
 
     Returns:
-        What the last stage returned, micro-batches joined along dimension 0; zeros of the same
+        What the last stage returned, microbatches joined along dimension 0; zeros of the same
         shape and dtype on all other stages.
 
     Raises:
         ValueError: ``num_microbatches`` does not divide the batch, is below 1, or differs from the
             previous stage's; the mesh lacks a dimension or this rank; or results of two
-            micro-batches differ in shape or dtype.
+            microbatches differ in shape or dtype.
         TypeError: an argument or a result is of another type.
 
     A rank that raises leaves the others waiting until its process ends or the group's timeout.
@@ -114,14 +114,14 @@ def execute_pipeline_step(
 ) -> tuple[Tensor, Tensor]:
     """One iteration of a pipeline, for custom loops: each stage works, then passes on.
 
-    Until the first micro-batch has reached a stage, and after the last one has left it, the module
+    Until the first microbatch has reached a stage, and after the last one has left it, the module
     works on whatever it is given. Random numbers are those of the rank's own generators.
 
     Args:
         module: this rank's stage; its results have the shape and dtype of ``state``.
-        state: what this rank's previous call returned, ``[micro-batch, ...]``; zeros at first. The
+        state: what this rank's previous call returned, ``[microbatch, ...]``; zeros at first. The
             module's input on all stages but the first.
-        input: a micro-batch, the module's input on the first stage.
+        input: a microbatch, the module's input on the first stage.
         args, kwargs, model_axis_name, mesh: as for :func:`execute_pipeline`.
 
     Returns:
@@ -232,7 +232,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Passes on a result, if there is a stage after this one, and takes the next micro-batch, if
+    """Passes on a result, if there is a stage after this one, and takes the next microbatch, if
     there is one from the stage before."""
 
     @staticmethod

@@ -96,7 +96,7 @@ class Features(NamedTuple):
         # The receiver sends gradients of all results, or of none.
         if found[:2] != self[:2] or found.requires_grad > self.requires_grad:
             raise ValueError(
-                f"the module returned {found}, not {self}; every micro-batch must give the same"
+                f"the module returned {found}, not {self}; every microbatch must give the same"
             )
 
 
@@ -106,7 +106,7 @@ class Link:
 
     A receiver posts the receive of the next message before it works on the present one. So a rank
     that waits, for a message or for the end of its last send, waits for a neighbour's work on an
-    earlier micro-batch, never for a rank that waits for it.
+    earlier microbatch, never for a rank that waits for it.
     """
 
     def __init__(self, axis: Axis, stage: int, count: int, features: Features) -> None:

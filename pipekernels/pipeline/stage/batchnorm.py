@@ -1,4 +1,4 @@
-"""BatchNorm whose running statistics are updated once per mini-batch, not per micro-batch."""
+"""BatchNorm whose running statistics are updated once per mini-batch, not per microbatch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipekernels.pipeline.stage.context import is_recomputing
 
 
 class DeferredBatchNorm(BatchNormBase):
-    """Normalises each micro-batch by its own statistics; updates running ones once per mini-batch.
+    """Normalises each microbatch by its own statistics; updates running ones once per mini-batch.
 
-    Statistics of micro-batches are merged one by one (Chan, Golub and LeVeque, 1983). ``Pipe`` and
+    Statistics of microbatches are merged one by one (Chan, Golub and LeVeque, 1983). ``Pipe`` and
     ``execute_pipeline`` call :meth:`commit` after every mini-batch's forward, however many
-    micro-batches it had; elsewhere the layer calls it itself after ``chunks`` inputs. The running
+    microbatches it had; elsewhere the layer calls it itself after ``chunks`` inputs. The running
     statistics are updated by the mean and unbiased variance that ``nn.BatchNorm`` computes of the
     mini-batch.
 
@@ -29,7 +29,7 @@ class DeferredBatchNorm(BatchNormBase):
 
     Args:
         args, kwargs: those of ``nn.BatchNorm1d``.
-        chunks: number of micro-batches of a mini-batch.
+        chunks: number of microbatches of a mini-batch.
     """
 
     def __init__(self, *args: Any, chunks: int = 1, **kwargs: Any) -> None:
@@ -120,7 +120,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
 
     Args:
         module: the model; returned.
-        chunks: number of micro-batches after which a layer that is run outside a pipe updates its
+        chunks: number of microbatches after which a layer that is run outside a pipe updates its
             running statistics.
 
     Raises:

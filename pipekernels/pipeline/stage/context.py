@@ -16,7 +16,7 @@ from pipekernels.local_ops.dispatch import is_observed
 
 Mode = Literal["always", "except_last", "never"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-"""Which micro-batches drop their activations (activation checkpointing, Chen et al., 2016)."""
+"""Which microbatches drop their activations (activation checkpointing, Chen et al., 2016)."""
 
 checkpointing = ContextVar("pipekernels_checkpointing", default=False)
 """Whether the calling thread's forward is a checkpointed one."""

@@ -9,8 +9,8 @@ import torch
 
 PAST_THE_OUTPUT = (
     "a backward reaches layers of a pipe past the pipe's output: a loss uses a value that a layer "
-    "has left in an attribute, which is of one micro-batch; have the layers return it (a scalar "
-    "comes back averaged over micro-batches), and use what the pipe returns"
+    "has left in an attribute, which is of one microbatch; have the layers return it (a scalar "
+    "comes back averaged over microbatches), and use what the pipe returns"
 )
 
 

@@ -23,14 +23,14 @@ def note_layer(
     note: it names the stage itself."""
     found = _layer(error, stages)
     if found is not None:
-        _add(error, f"raised in the {what} of {found}, micro-batch {micro_batch} of a pipe")
+        _add(error, f"raised in the {what} of {found}, microbatch {micro_batch} of a pipe")
 
 
 def note_backward(error: Exception, stages: Stages, micro_batch: int | None) -> None:
     """Add a note to ``error``, raised by autograd in graphs of ``stages``, that names the layer or
     stages. ``micro_batch`` is None if the graphs are of several."""
     where = _layer(error, stages) or name_of(stages)
-    of = "several micro-batches" if micro_batch is None else f"micro-batch {micro_batch}"
+    of = "several microbatches" if micro_batch is None else f"microbatch {micro_batch}"
     _add(error, f"raised in the backward of {where}, {of} of a pipe")
 
 

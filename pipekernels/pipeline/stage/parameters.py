@@ -4,7 +4,7 @@ While a stage runs, each of its trainable parameters is replaced in its module b
 that shares the parameter's storage and version counter but has its own ``.grad`` and hooks. The
 stage's backwards accumulate there, in autograd's own C++ code, and the pipe's single autograd node
 returns the sums as the gradients of the parameters. So ``torch.autograd.grad`` does not change
-``.grad``, and a hook on a parameter is called once per backward, not once per micro-batch.
+``.grad``, and a hook on a parameter is called once per backward, not once per microbatch.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Parameters:
         in ``parametrize.cached()``, whose values belong to one graph."""
         if are_parametrizations_cached():
             raise RuntimeError(
-                "torch.nn.utils.parametrize.cached() would give every micro-batch the graph of the "
+                "torch.nn.utils.parametrize.cached() would give every microbatch the graph of the "
                 "first; leave it away around forwards and backwards of a pipe, or evaluate under "
                 "no_grad()"
             )

@@ -108,7 +108,7 @@ def warn_of_sequence_first(modules: Iterable[nn.Module], chunks: int, batch_dim:
         if getattr(layer, "batch_first", True) is False:
             warnings.warn(
                 f"a {type(layer).__name__} has batch_first=False, so its dimension 0 is time, and "
-                "inputs are to be cut into micro-batches along dimension 0; give batch_dim=1 if "
+                "inputs are to be cut into microbatches along dimension 0; give batch_dim=1 if "
                 "the model takes and returns tensors like this layer's",
                 UserWarning,
                 stacklevel=3,

@@ -1,4 +1,4 @@
-"""Random numbers that depend on (seed, stage, micro-batch) and never on timing.
+"""Random numbers that depend on (seed, stage, microbatch) and never on timing.
 
 torch has one CPU generator per process, so stages that run at the same time would draw from it in
 an order that changes from run to run, and a recomputation would see other dropout masks than its

@@ -34,7 +34,7 @@ def _buffers(layers: Sequence[nn.Module]) -> Iterator[Buffer]:
 
 def buffers_now(layers: Sequence[nn.Module], values: Values) -> list[Buffer]:
     """The buffers of ``layers`` with their present values. Copies are added to ``values``, where
-    micro-batches share them."""
+    microbatches share them."""
     found = []
     for each in _buffers(layers):
         key = id(each.buffer), versions([each.buffer])[0]

@@ -1,4 +1,4 @@
-"""One stage, or several in a row, on one micro-batch: forward, recomputation, backward."""
+"""One stage, or several in a row, on one microbatch: forward, recomputation, backward."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _may_modify_inputs(layer: nn.Module) -> bool:
 
 
 class Task:
-    """Runs consecutive stages of one device as one graph per micro-batch, whose state is in a Tape.
+    """Runs consecutive stages of one device as one graph per microbatch, whose state is in a Tape.
 
     Args:
         stages: the stages' layers.
@@ -132,7 +132,7 @@ class Task:
         self.received_skips = tuple(received)
         self.sent_skips = tuple(sent)
         self._skips = [skips_of(stage) for stage in stages]
-        # Micro-batches are views of the caller's tensors, which layers must not modify in place:
+        # Microbatches are views of the caller's tensors, which layers must not modify in place:
         # autograd would not know, and the views share one version counter.
         self._is_first = first == 0
         self.inspect_layers()
@@ -160,7 +160,7 @@ class Task:
         preserve: bool = False,
         alone: bool = False,
     ) -> tuple[Activation, Tape]:
-        """Run the layers on micro-batch ``m``; returns their outputs, and what a backward needs.
+        """Run the layers on microbatch ``m``; returns their outputs, and what a backward needs.
 
         Args:
             inputs: detached, on the device of the stages.

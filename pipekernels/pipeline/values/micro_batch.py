@@ -1,4 +1,4 @@
-"""Cuts a mini-batch into micro-batches, and joins their outputs."""
+"""Cuts a mini-batch into microbatches, and joins their outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _sizes = lru_cache(maxsize=256)(micro_batch_sizes)  # The lists are not changed.
 
 @dataclass(slots=True)
 class Activation:
-    """Tensors of one micro-batch that go from stage to stage: those of a value, then the skips.
+    """Tensors of one microbatch that go from stage to stage: those of a value, then the skips.
     They are detached from the graph of the stage that made them."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -56,7 +56,7 @@ class Batch:
     Args:
         tensors: its tensors, all of the same batch size.
         structure: how to build the first stage's input from them.
-        chunks: the most micro-batches to cut it into.
+        chunks: the most microbatches to cut it into.
         dim: the batch dimension of all tensors, in and out.
     """
 
@@ -74,19 +74,19 @@ def rows_of(tensors: Sequence[torch.Tensor], dim: int, what: str) -> int:
             raise ValueError(
                 f"{what} {i} has {tensor.dim() or 'no'} dimension{'s' * (tensor.dim() > 1)}; batch "
                 f"dimension {dim} is needed to split it (NoChunk(tensor) gives it whole to every "
-                "micro-batch)"
+                "microbatch)"
             )
         if tensor.size(dim) != tensors[0].size(dim):
             raise ValueError(
                 f"{what} {i} has batch size {tensor.size(dim)} and {what} 0 has "
                 f"{tensors[0].size(dim)}; all tensors are split together and must agree in "
-                f"dimension {dim} (NoChunk(tensor) gives one whole to every micro-batch)"
+                f"dimension {dim} (NoChunk(tensor) gives one whole to every microbatch)"
             )
     return tensors[0].size(dim)
 
 
 class Scatter:
-    """The micro-batches of ``batch``: views if its dimension is 0 or there is only one, otherwise
+    """The microbatches of ``batch``: views if its dimension is 0 or there is only one, otherwise
     contiguous copies made by the constructor.
 
     Args:
@@ -95,13 +95,13 @@ class Scatter:
         what: its tensors, in errors.
 
     Attributes:
-        sizes: rows of each micro-batch.
+        sizes: rows of each microbatch.
         rows: of all.
         dim: the batch dimension.
-        elements: number of elements of the first micro-batch, the largest.
+        elements: number of elements of the first microbatch, the largest.
 
     Raises:
-        TypeError: a tensor is sparse or nested, and there are several micro-batches.
+        TypeError: a tensor is sparse or nested, and there are several microbatches.
         ValueError: as :func:`rows_of`.
     """
 
@@ -114,8 +114,8 @@ class Scatter:
             if len(self.sizes) > 1 and not _is_dense(tensor):
                 raise TypeError(
                     f"{what} {i} is a {type(tensor).__name__} of layout {tensor.layout}, whose "
-                    "rows cannot be cut into micro-batches; give its parts as dense tensors, give "
-                    "all of it to every micro-batch (NoChunk(tensor)), or use chunks=1"
+                    "rows cannot be cut into microbatches; give its parts as dense tensors, give "
+                    "all of it to every microbatch (NoChunk(tensor)), or use chunks=1"
                 )
         if self.dim == 0 or len(self.sizes) == 1:
             views = [_views(tensor, self.sizes, self.dim) for tensor in tensors]
@@ -126,7 +126,7 @@ class Scatter:
         self._structures: list[Structure | None] = list(batch.structure.cut(self.sizes))
 
     def take(self, m: int) -> Activation:
-        """Micro-batch ``m``; call once. Drops the references to it, as the output's graph keeps
+        """Microbatch ``m``; call once. Drops the references to it, as the output's graph keeps
         this object, and its values may be large."""
         part, structure = self._parts[m], self._structures[m]
         self._parts[m], self._structures[m] = (), None
@@ -134,7 +134,7 @@ class Scatter:
         return Activation(part, self._wants_grad, structure)
 
     def joined(self, grads: Sequence[Grads]) -> Grads:
-        """The gradients of the whole tensors, from those of the micro-batches; without any, None
+        """The gradients of the whole tensors, from those of the microbatches; without any, None
         for a tensor."""
         columns = [
             [part[i] if part and wants else None for part in grads]
@@ -171,25 +171,25 @@ def _views(tensor: torch.Tensor, sizes: list[int], dim: int) -> Sequence[torch.T
 
 
 def shares(sizes: Sequence[int]) -> list[float]:
-    """The weight of each micro-batch in a mean over rows."""
+    """The weight of each microbatch in a mean over rows."""
     batch = sum(sizes)
     return [size / batch if batch else 1.0 / len(sizes) for size in sizes]
 
 
 class Average:
-    """A scalar of every micro-batch, such as an auxiliary loss, joined to the sum of all, each
-    times its micro-batch's weight."""
+    """A scalar of every microbatch, such as an auxiliary loss, joined to the sum of all, each
+    times its microbatch's weight."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = weights
         self._parts: dict[int, torch.Tensor] = {}
 
     def write(self, m: int, part: torch.Tensor) -> None:
-        """Keep the weighted scalar of micro-batch ``m``. ValueError if it is not a scalar."""
+        """Keep the weighted scalar of microbatch ``m``. ValueError if it is not a scalar."""
         if part.dim() > 0:
             raise ValueError(
-                f"a tensor of shape {tuple(part.shape)} was returned for micro-batch {m} where a "
-                "scalar was before; all micro-batches must return the same structure"
+                f"a tensor of shape {tuple(part.shape)} was returned for microbatch {m} where a "
+                "scalar was before; all microbatches must return the same structure"
             )
         self._parts[m] = part.detach() * self._weights[m]
 
@@ -204,11 +204,11 @@ class Average:
 
 
 class Gather:
-    """One tensor into which micro-batches are written in any order, which avoids a concatenation.
+    """One tensor into which microbatches are written in any order, which avoids a concatenation.
     All may have a common multiple of their rows, as ``[batch * tokens, ...]``.
 
     Args:
-        sizes: rows of each micro-batch.
+        sizes: rows of each microbatch.
         dim: the batch dimension.
         source: what has returned the parts, in errors.
     """
@@ -218,9 +218,9 @@ class Gather:
         self._dim = dim
         self._source = source
         self._shape: list[int] = []  # Of the last part.
-        self._lengths: list[int] = []  # Entries of each micro-batch.
+        self._lengths: list[int] = []  # Entries of each microbatch.
         self._whole: torch.Tensor | None = None
-        self._places: Sequence[torch.Tensor] = ()  # Views of _whole, one per micro-batch.
+        self._places: Sequence[torch.Tensor] = ()  # Views of _whole, one per microbatch.
 
     def _check(self, m: int, part: torch.Tensor) -> None:
         dim = self._dim
@@ -240,15 +240,15 @@ class Gather:
         self._shape[dim] = self._lengths[m]
         if list(part.shape) != self._shape:
             raise ValueError(
-                f"{self._source} returned a tensor of shape {tuple(part.shape)} for micro-batch "
+                f"{self._source} returned a tensor of shape {tuple(part.shape)} for microbatch "
                 f"{m}, of {self._sizes[m]} rows; outputs are joined along dimension {dim}, "
-                "which must equal the micro-batch's rows or a common multiple of them, and the "
+                "which must equal the microbatch's rows or a common multiple of them, and the "
                 "other dimensions must be equal (drop it in a last layer, move its batch "
                 "dimension, or use chunks=1)"
             )
 
     def write(self, m: int, part: torch.Tensor) -> None:
-        """Copy the part of micro-batch ``m``; a single one is kept. ValueError if it has no
+        """Copy the part of microbatch ``m``; a single one is kept. ValueError if it has no
         dimension ``dim``, or another shape than the first part lets expect."""
         self._check(m, part)
         part, whole = part.detach(), self._whole
@@ -280,7 +280,7 @@ class Gather:
         return whole
 
     def slices(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """``whole``, of the shape that :meth:`take` returned, as one view per micro-batch."""
+        """``whole``, of the shape that :meth:`take` returned, as one view per microbatch."""
         return list(whole.split(self._lengths, self._dim))
 
 
@@ -309,15 +309,15 @@ class Sink(Protocol):
     """Gradients of parameters besides those of the stages, by id of the parameter."""
 
     def collect(self, m: int, outputs: Activation) -> None:
-        """Take the outputs of micro-batch ``m``."""
+        """Take the outputs of microbatch ``m``."""
 
     def grads(self, m: int) -> Grads:
-        """The gradients of the outputs of micro-batch ``m``, None for an output without one."""
+        """The gradients of the outputs of microbatch ``m``, None for an output without one."""
 
 
 class Outputs:
-    """Joins micro-batches of ``sizes`` rows along ``dim``, and splits the gradients of the whole
-    outputs. Scalars are averaged with ``weights``, by default each micro-batch's share of the rows.
+    """Joins microbatches of ``sizes`` rows along ``dim``, and splits the gradients of the whole
+    outputs. Scalars are averaged with ``weights``, by default each microbatch's share of the rows.
     Errors name ``source``.
     """
 
@@ -339,10 +339,10 @@ class Outputs:
         self.parameter_grads: dict[int, torch.Tensor] = {}
 
     def collect(self, m: int, outputs: Activation) -> None:
-        """Write the outputs of micro-batch ``m`` to their place.
+        """Write the outputs of microbatch ``m`` to their place.
 
         Raises:
-            ValueError: their structure differs from that of earlier micro-batches.
+            ValueError: their structure differs from that of earlier microbatches.
         """
         if not self._gathers:
             self._gathers = [self._gather(tensor) for tensor in outputs.tensors]
@@ -351,9 +351,9 @@ class Outputs:
         self._structures[m] = outputs.structure
         if not outputs.structure.has_same_layout(self._structures[0]):
             raise ValueError(
-                f"{self._source} returned {len(outputs.tensors)} tensors for micro-batch {m} and "
+                f"{self._source} returned {len(outputs.tensors)} tensors for microbatch {m} and "
                 f"{len(self._gathers)} before, or put them together in another way; all "
-                "micro-batches must return the same structure"
+                "microbatches must return the same structure"
             )
         for i, (tensor, wants) in enumerate(zip(outputs.tensors, outputs.wants_grad, strict=True)):
             self._gathers[i].write(m, tensor)

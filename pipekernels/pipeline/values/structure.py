@@ -21,7 +21,7 @@ from pipekernels.local_ops.p2p_copy import p2p_copy
 
 
 class NoChunk:
-    """Marks a tensor in a pipe's input that every micro-batch gets unsplit, such as a mask over
+    """Marks a tensor in a pipe's input that every microbatch gets unsplit, such as a mask over
     positions.
 
     Args:
@@ -48,7 +48,7 @@ _splits: dict[type, Split] = {}
 
 
 def register_split(kind: type, split: Split) -> None:
-    """Let pipes cut values of a class, among their inputs and targets, into micro-batches.
+    """Let pipes cut values of a class, among their inputs and targets, into microbatches.
 
     For values that are not tensors of rows: a ``PackedSequence``, a graph, a list of images of
     different sizes in its own class. Beside it there must be a tensor, whose rows give the sizes.
@@ -56,7 +56,7 @@ def register_split(kind: type, split: Split) -> None:
 
     Args:
         kind: the class; not its subclasses.
-        split: ``split(value, sizes)`` returns one value for each micro-batch, of so many rows.
+        split: ``split(value, sizes)`` returns one value for each microbatch, of so many rows.
 
     Raises:
         TypeError: ``kind`` is not a class, or one of tensors, tuples, lists or dicts.
@@ -132,7 +132,7 @@ class Structure:
         return Structure(self._layout, moved)
 
     def cut(self, sizes: Sequence[int]) -> list[Structure]:
-        """One structure for each micro-batch, of ``sizes`` rows: with its part of each value of a
+        """One structure for each microbatch, of ``sizes`` rows: with its part of each value of a
         class that :func:`register_split` knows.
 
         Raises:
@@ -147,7 +147,7 @@ class Structure:
             if len(parts) != len(sizes):
                 raise ValueError(
                     f"the function that cuts a {type(leaf).__name__} returned {len(parts)} parts "
-                    f"for {len(sizes)} micro-batches of {list(sizes)} rows"
+                    f"for {len(sizes)} microbatches of {list(sizes)} rows"
                 )
             columns.append(parts)
         return [Structure(self._layout, leaves) for leaves in zip(*columns, strict=True)]
@@ -171,8 +171,8 @@ def _tuple_of(count: int) -> Structure:
 
 
 def merged(structures: Sequence[Structure]) -> Structure:
-    """The structure of a mini-batch's value from those of its micro-batches, of the same layout: a
-    leaf that is not a tensor becomes a list with an entry per micro-batch, but None stays None."""
+    """The structure of a mini-batch's value from those of its microbatches, of the same layout: a
+    leaf that is not a tensor becomes a list with an entry per microbatch, but None stays None."""
     columns = zip(*[structure._leaves for structure in structures], strict=True)
     joined = [
         column[0] if all(x is _TENSOR or x is None for x in column) else list(column)
@@ -186,7 +186,7 @@ def flatten(
 ) -> tuple[tuple[torch.Tensor, ...], Structure]:
     """The tensors in ``value``, named ``what`` in errors, and its structure.
 
-    With ``chunks``, the micro-batches that ``value`` is to be cut into, what
+    With ``chunks``, the microbatches that ``value`` is to be cut into, what
     :func:`register_split` knows is a leaf.
 
     Raises:
@@ -223,7 +223,7 @@ def flatten(
 def _check_leaf(leaf: Any, what: str) -> None:
     if isinstance(leaf, PackedSequence):
         raise TypeError(
-            f"{what} has a PackedSequence, whose rows cannot be cut into micro-batches; give the "
+            f"{what} has a PackedSequence, whose rows cannot be cut into microbatches; give the "
             "padded tensor and the lengths, and pack them in the first layer, register a function "
             "that cuts it (register_split), or use chunks=1"
         )

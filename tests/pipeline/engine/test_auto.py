@@ -20,7 +20,7 @@ from pipekernels.pipeline.schedule.program import GPIPE
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXECUTIONS = ["inline", "threads", "split"]
-KIND = "gpipe of 2 micro-batches of less than 2**4 elements, with gradients, 0 recomputed"
+KIND = "gpipe of 2 microbatches of less than 2**4 elements, with gradients, 0 recomputed"
 
 
 def make(*, trains: bool = False) -> Auto:
@@ -101,7 +101,7 @@ def linears() -> list[nn.Module]:
 def test_what_the_user_asks_for(messages: Any, execution: str) -> None:
     run(*linears(), execution=execution, checkpoint="never")
     why = f"execution={execution!r} asks for it"
-    assert messages() == [f"a pipe of 2 stages, gpipe, 2 micro-batches: {execution} ({why})"]
+    assert messages() == [f"a pipe of 2 stages, gpipe, 2 microbatches: {execution} ({why})"]
 
 
 def with_collectives() -> list[nn.Module]:
@@ -125,7 +125,7 @@ NO_SPLIT = ": threads (execution='split' asks for it, but no backward here"
     ("make", "options", "message"),
     [
         (linears, {"execution": "split", "checkpoint": "always"}, NO_SPLIT),
-        (linears, {"chunks": 1}, "a single stage or micro-batch"),
+        (linears, {"chunks": 1}, "a single stage or microbatch"),
         (lambda: [nn.Linear(4, 4)] * 2, {}, "inline (stages share a layer)"),
         (with_collectives, {}, "inline (layers call collectives"),
         (recurrent, {}, "layers draw random numbers that lanes"),

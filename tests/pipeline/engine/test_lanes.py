@@ -26,7 +26,7 @@ from pipekernels.pipeline.engine.transport import Transport
 
 
 class Fails(nn.Module):
-    """Raises in the forward or backward of one micro-batch."""
+    """Raises in the forward or backward of one microbatch."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class Fails(nn.Module):
     def forward(self, x):
         self.calls += 1
         if self.when == "forward" and self.calls == 2:
-            raise ZeroDivisionError("the second micro-batch")
+            raise ZeroDivisionError("the second microbatch")
         y = x * 1
         if self.when == "backward" and x.requires_grad and self.calls == 2:
             y.register_hook(self._raise)
         return y
 
     def _raise(self, grad):
-        raise ZeroDivisionError("the second micro-batch")
+        raise ZeroDivisionError("the second microbatch")
 
 
 @pytest.mark.timeout(60)
@@ -72,7 +72,7 @@ def test_an_exception_leaves_the_pipe_usable(when: str, stage: int, execution: s
     stages[stage].append(fails)
     pipe = pipe_of(*stages, chunks=4, checkpoint="never")
     x = torch.randn(8, 4, dtype=torch.float64)
-    with pytest.raises(ZeroDivisionError, match="the second micro-batch") as caught:
+    with pytest.raises(ZeroDivisionError, match="the second microbatch") as caught:
         pipe(x).sum().backward()
     frames = {frame.name for frame in traceback.extract_tb(caught.value.__traceback__)}
     assert ("forward" if when == "forward" else "_raise") in frames
@@ -263,7 +263,7 @@ def test_lanes_see_the_callers_context(execution: str) -> None:
 
 @pytest.mark.parametrize(("chunks", "share"), [(2, 3), (8, 2)])
 def test_lanes_share_the_intra_op_threads(chunks: int, share: int, execution: str) -> None:
-    """At most as many lanes as there are micro-batches run at once, and share the threads."""
+    """At most as many lanes as there are microbatches run at once, and share the threads."""
     seen: list[int] = []
     count = lambda x: (seen.append(torch.get_num_threads()), x)[1]
     pipe = pipe_of(*(FunctionLayer(count) for _ in range(3)), chunks=chunks)

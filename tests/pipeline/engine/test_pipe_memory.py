@@ -19,11 +19,11 @@ Runs = list[weakref.ref[Step]]
 
 
 class Token:
-    """Lives as long as the activations of a micro-batch."""
+    """Lives as long as the activations of a microbatch."""
 
 
 class Held(nn.Module):
-    """A linear layer that counts the micro-batches whose activations it holds."""
+    """A linear layer that counts the microbatches whose activations it holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def test_activations_in_flight(schedule: str, limits: tuple[int, ...], place: to
 
 
 def peaks(checkpoint: str, place: torch.device) -> list[int]:
-    """Per stage, the most micro-batches whose activations it held at once."""
+    """Per stage, the most microbatches whose activations it held at once."""
     stages = [Held() for _ in range(3)]
     pipe = pipe_of(*stages, device=place, chunks=9, checkpoint=checkpoint)
     with pipe.timeline():
@@ -69,7 +69,7 @@ def peaks(checkpoint: str, place: torch.device) -> list[int]:
 def test_checkpointing_holds_one_micro_batch_at_a_time(place: torch.device) -> None:
     assert peaks("never", place) == [9, 9, 9]
     assert peaks("always", place) == [1, 1, 1]
-    # Only the last micro-batch keeps its activations, and its backward is the first.
+    # Only the last microbatch keeps its activations, and its backward is the first.
     assert peaks("except_last", place) == [1, 1, 1]
 
 

@@ -29,7 +29,7 @@ def ranges(run: Callable[[torch.Tensor], Any]) -> Counter[str]:
 def test_every_action_has_a_range() -> None:
     pipe, actions = piped(), product("FB", range(2), range(3))
     assert ranges(lambda x: pipe(x).sum().backward()) == {
-        f"{kind} stage {stage}, micro-batch {m}": 1 for kind, stage, m in actions
+        f"{kind} stage {stage}, microbatch {m}": 1 for kind, stage, m in actions
     }
 
 
@@ -37,7 +37,7 @@ def test_recomputations_have_ranges_of_their_own() -> None:
     pipe = piped("except_last")
     found = ranges(lambda x: pipe(x).sum().backward())
     assert {name for name in found if "recomputation" in name} == {
-        f"recomputation stage {stage}, micro-batch {m}" for stage, m in product(range(2), range(2))
+        f"recomputation stage {stage}, microbatch {m}" for stage, m in product(range(2), range(2))
     }
 
 

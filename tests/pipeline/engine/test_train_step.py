@@ -38,7 +38,7 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
 def test_a_mean_over_valid_tokens() -> None:
     """The example in the docstring of ``train_step``."""
     x, y = torch.randn(8, 2, 5, dtype=torch.float64), torch.randint(3, (8, 2))
-    y[:2], y[5, 1] = -100, -100  # One micro-batch has no valid tokens, another one too few.
+    y[:2], y[5, 1] = -100, -100  # One microbatch has no valid tokens, another one too few.
     plain, piped = model(), model()
     expected = F.cross_entropy(plain(x).mT, y)
     expected.backward()
@@ -246,7 +246,7 @@ def test_bits_of_a_loss_that_uses_the_parameters(schedule: str) -> None:
 @pytest.mark.parametrize("penalised", [0, 1, 3])
 def test_the_loss_of_one_micro_batch_uses_the_parameters(schedule: str, penalised: int) -> None:
     x = torch.arange(8.0, dtype=torch.float64).view(8, 1) * torch.ones(5)
-    marked = penalised * 2  # The first row of that micro-batch.
+    marked = penalised * 2  # The first row of that microbatch.
 
     def loss(module: nn.Module, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         own = output.square().sum()
@@ -290,7 +290,7 @@ def test_a_loss_without_a_gradient_raises(frozen: bool) -> None:
 
     with pytest.raises(RuntimeError, match="no loss requires a gradient"):
         pipe.train_step(torch.ones(4, 2), None, torch.sum if frozen else detached)
-    scale = torch.ones((), requires_grad=True)  # Trained instead, by one micro-batch of two.
+    scale = torch.ones((), requires_grad=True)  # Trained instead, by one microbatch of two.
     losses = iter([lambda y: y.detach().sum(), lambda y: y.detach().sum() * scale])
     pipe.train_step(
         torch.ones(4, 2), None, lambda y: next(losses)(y), schedule="gpipe", loss_reduction="sum"

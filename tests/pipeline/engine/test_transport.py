@@ -142,7 +142,7 @@ def test_layers_run_on_the_current_device(schedule: str | None) -> None:
         else:
             pipe.train_step(x, None, torch.sum, schedule=schedule, loss_reduction="sum")
         assert made.device == torch.device(GPU)
-    assert len(seen) == 4 * 3 * 2  # Stages, micro-batches, forwards and recomputations.
+    assert len(seen) == 4 * 3 * 2  # Stages, microbatches, forwards and recomputations.
     assert all(of == current for of, current in seen if of.type == "cuda")
 
 
@@ -228,8 +228,8 @@ def test_every_synchronization_of_an_edge_is_needed(
 def test_copies_overlap_computation_on_both_devices() -> None:
     """Copies run at the same time as computation on both devices, and the thread does not wait.
 
-    A copy does not wait for the target's work on earlier micro-batches, and the source's work on
-    the next micro-batch does not wait for the copy.
+    A copy does not wait for the target's work on earlier microbatches, and the source's work on
+    the next microbatch does not wait for the copy.
     """
     chunks = 6
     first, last = torch.device(GPU), torch.device(OTHER)
@@ -439,7 +439,7 @@ def test_a_backward_during_another(checkpoint: str) -> None:
 
 
 def test_the_thread_waits_only_for_a_stage_on_the_cpu() -> None:
-    """It waits for each micro-batch to arrive, and for each used slot that it sends one with."""
+    """It waits for each microbatch to arrive, and for each used slot that it sends one with."""
     layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(3)]
     with machine() as made, torch.no_grad():
         pipe = Pipe(nn.Sequential(*layers), [1] * 3, devices=[GPU, CPU, GPU], chunks=4)

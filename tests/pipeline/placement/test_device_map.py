@@ -160,7 +160,7 @@ def test_equals_the_unwrapped_model(device: torch.device) -> None:
 def test_devices_can_work_on_micro_batches_at_the_same_time() -> None:
     """If devices run tasks of one unit in the order of issue, the makespan is that of GPipe.
 
-    That is micro-batches + stages - 1 units each for forward and backward.
+    That is microbatches + stages - 1 units each for forward and backward.
     """
     stages, chunks = 3, 5
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(stages)])

@@ -18,7 +18,7 @@ from pipekernels.pipeline.schedule.program import (
 
 
 def test_orders_of_gpipe() -> None:
-    """Backwards start with the last micro-batch; forwards run depth first on one thread."""
+    """Backwards start with the last microbatch; forwards run depth first on one thread."""
     lane = gpipe(2, 3).lanes[1]
     assert [a.micro_batch for a in lane if a.kind == "B"] == [2, 1, 0]
     order = [(a.micro_batch, a.stage) for a in gpipe(2, 3).forwards.order]
@@ -49,7 +49,7 @@ def test_orders_keep_lanes_and_dependencies(name: str, stages: int, micro_batche
 def test_devices_with_two_stages_each_are_kept_busy() -> None:
     """Two devices, with stages 0 and 2, and 1 and 3, run tasks in the order of issue.
 
-    In depth-first order, each micro-batch would wait for the one before to pass all stages.
+    In depth-first order, each microbatch would wait for the one before to pass all stages.
     """
     program = gpipe(4, 8).forwards
     spans = []
@@ -127,7 +127,7 @@ def test_interleaved_assigns_stages_in_turn_and_can_run(lanes: int, rounds: int)
 
 
 def _most_held(program: Program) -> list[int]:
-    """Per lane, the most (stage, micro-batch) pairs whose activations it holds at once.
+    """Per lane, the most (stage, microbatch) pairs whose activations it holds at once.
 
     It holds them from their forward to their backward, or the backward's second part.
     """

@@ -117,7 +117,7 @@ def arguments(comm: Communicator) -> None:
         else:
             torch.testing.assert_close(output, z, **exactly)
 
-    # The same memory for every micro-batch's result.
+    # The same memory for every microbatch's result.
     buffer = torch.empty(1, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         output = run(FunctionLayer(lambda t: torch.sin(t, out=buffer)), x, line(comm), 4)
@@ -160,7 +160,7 @@ def autograd(comm: Communicator) -> None:
     assert x.grad is None
     assert parameter.grad is None
 
-    # A second backward, if the graph is kept; hooks run once per backward, not per micro-batch.
+    # A second backward, if the graph is kept; hooks run once per backward, not per microbatch.
     loss = run(module, x, mesh, 3).square().sum()
     loss.backward(retain_graph=True)
     loss.backward()
@@ -175,7 +175,7 @@ def autograd(comm: Communicator) -> None:
     with pytest.raises(RuntimeError, match="differentiated once only"):
         torch.autograd.grad(run(module, x, mesh, 3).square().sum(), x, create_graph=True)
 
-    # Backwards go from the last micro-batch to the first.
+    # Backwards go from the last microbatch to the first.
     count, order = itertools.count(), []
 
     def note(layer: nn.Module, args: Any, y: Tensor) -> None:

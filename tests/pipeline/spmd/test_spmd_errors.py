@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 
 class Failing(nn.Module):
-    """At its second micro-batch does what it is told."""
+    """At its second microbatch does what it is told."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Failing(nn.Module):
 FAILURES: dict[str, tuple[type[Exception], str]] = {
     "raises": (KeyError, "of this stage"),
     "no tensor": (TypeError, "what the module returns must be a tensor, got str"),
-    "another shape": (ValueError, r"returned .*\(shape=\(1, 6\).*; every micro-batch must give"),
+    "another shape": (ValueError, r"returned .*\(shape=\(1, 6\).*; every microbatch must give"),
 }
 
 
@@ -60,7 +60,7 @@ def test_a_stage_that_fails_is_an_error_on_the_others_when_it_ends(what: str) ->
 
 
 def different_counts(comm: Communicator) -> None:
-    """The stage that gets another number of micro-batches than it expects raises."""
+    """The stage that gets another number of microbatches than it expects raises."""
     counts = 2, 4, 4
     with pytest.raises(
         ValueError if comm.rank == 1 else RuntimeError,

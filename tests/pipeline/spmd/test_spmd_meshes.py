@@ -103,7 +103,7 @@ def tensor_parallel(comm: Communicator) -> None:
 
 
 class Masks(nn.Module):
-    """Records the dropout masks of all micro-batches; each takes ``seconds``."""
+    """Records the dropout masks of all microbatches; each takes ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def random_numbers(comm: Communicator) -> None:
     assert len(of_all(mine).unique(dim=0)) == 2 * 3
     assert torch.equal(masks(1, seconds=0.01 * comm.rank), mine)
     assert not torch.equal(masks(2), mine)
-    # A micro-batch's numbers do not depend on how many there are.
+    # A microbatch's numbers do not depend on how many there are.
     assert torch.equal(masks(1, m=2), mine[:2])
     # Ranks of one stage draw the same numbers if they have one seed.
     first, second = of_all(mine, group).chunk(2)

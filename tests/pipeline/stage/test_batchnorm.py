@@ -28,7 +28,7 @@ def test_statistics_equal_those_of_the_whole_mini_batch(
         x = 5 + 2 * torch.randn(batch, 3, 2, 2, dtype=torch.float64, device=device)
         pipe(x).sum().backward()
         first(x)
-    # Only the first layer has the inputs of ``first``: micro-batches are normalised one by one.
+    # Only the first layer has the inputs of ``first``: microbatches are normalised one by one.
     torch.testing.assert_close(pipe[0].state_dict(), first.state_dict(), rtol=0, atol=1e-10)
     assert pipe[1].num_batches_tracked == 3
 

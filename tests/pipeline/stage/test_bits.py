@@ -1,4 +1,4 @@
-"""In float32 a pipe has the bits of a loop over its micro-batches, whatever layouts meet at the
+"""In float32 a pipe has the bits of a loop over its microbatches, whatever layouts meet at the
 boundaries of stages."""
 
 import pytest

@@ -28,7 +28,7 @@ class _Raise(torch.autograd.Function):
 
 
 class Fails(nn.Module):
-    """Raises for the micro-batch that has an entry above 2."""
+    """Raises for the microbatch that has an entry above 2."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def pipe_with(layer: nn.Module, checkpoint: str = "never", **options: Any) -> Pi
     return Pipe(module, checkpoint=checkpoint, **options)
 
 
-WHERE = "layer '2' (Sequential), stage 1, micro-batch 2 of a pipe"
+WHERE = "layer '2' (Sequential), stage 1, microbatch 2 of a pipe"
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -85,8 +85,8 @@ def test_a_layer_is_named(when: str, checkpoint: str, train: bool, execution: st
 
 
 def test_in_a_backward_the_layer_is_named_where_it_is_known(execution: str) -> None:
-    """Inline, one backward goes through all micro-batches."""
-    m = "several micro-batches" if execution == "inline" else "micro-batch 2"
+    """Inline, one backward goes through all microbatches."""
+    m = "several microbatches" if execution == "inline" else "microbatch 2"
     error = failed(pipe_with(Fails("hook")))
     assert error.__notes__ == [
         f"raised in the backward of layer '2' (Sequential), stage 1, {m} of a pipe"
@@ -100,7 +100,7 @@ def test_in_a_backward_the_layer_is_named_where_it_is_known(execution: str) -> N
 def test_backwards_by_micro_batch(train: bool, execution: str) -> None:
     error = failed(pipe_with(Fails("backward"), "always"), train=train)
     stages = "stages 0 to 1" if execution == "inline" else "stage 1"
-    assert error.__notes__ == [f"raised in the backward of {stages}, micro-batch 2 of a pipe"]
+    assert error.__notes__ == [f"raised in the backward of {stages}, microbatch 2 of a pipe"]
 
 
 def test_notes_are_added_once(execution: str) -> None:
@@ -113,7 +113,7 @@ def test_a_pipe_in_a_pipe(execution: str) -> None:
     inner = on_cpus(nn.Sequential(Fails("forward")), [1])
     error = failed(pipe_with(inner))
     assert error.__notes__ == [
-        "raised in the forward of layer '0' (Fails), stage 0, micro-batch 0 of a pipe",
+        "raised in the forward of layer '0' (Fails), stage 0, microbatch 0 of a pipe",
         f"raised in the forward of {WHERE}",
     ]
 
@@ -122,7 +122,7 @@ def test_a_layer_that_occurs_twice(execution: str) -> None:
     layer = Fails("forward")
     pipe = on_cpus(nn.Sequential(layer, nn.Identity(), layer), [3], chunks=4)
     (note,) = failed(pipe).__notes__
-    where = "layer '0' or '2' (Fails), stage 0, micro-batch 2 of a pipe"
+    where = "layer '0' or '2' (Fails), stage 0, microbatch 2 of a pipe"
     assert note == f"raised in the forward of {where}"
 
 

@@ -65,7 +65,7 @@ class Options:
 
 
 def test_tensors_in_containers_that_pytree_does_not_know() -> None:
-    """Every micro-batch would get them whole, and their graphs would not be cut between stages."""
+    """Every microbatch would get them whole, and their graphs would not be cut between stages."""
 
     pipe = pipe_of(nn.Identity(), FunctionLayer(lambda x: (x, Batch(x=x * 2))))
     x = torch.randn(4, 2, requires_grad=True)
@@ -82,7 +82,7 @@ def test_tensors_in_containers_that_pytree_does_not_know() -> None:
 def test_micro_batches_with_outputs_of_different_structure(place: torch.device) -> None:
     odd = FunctionLayer(lambda x: (x, x) if x[0, 0] else {"x": x})
     pipe = pipe_of(nn.Identity(), odd, device=place)
-    with pytest.raises(ValueError, match="all micro-batches must return the same structure"):
+    with pytest.raises(ValueError, match="all microbatches must return the same structure"):
         pipe(torch.tensor([[0.0], [1.0]]))
 
 
@@ -93,7 +93,7 @@ def test_one_micro_batch_returns_lists_of_other_values_too() -> None:
 
 def test_the_state_of_an_lstm_is_not_joined_along_its_layers() -> None:
     lstm, x = nn.LSTM(8, 32, batch_first=True), torch.randn(16, 5, 8)
-    with pytest.raises(ValueError, match=r"\(1, 4, 32\) for micro-batch 0, of 4 rows"):
+    with pytest.raises(ValueError, match=r"\(1, 4, 32\) for microbatch 0, of 4 rows"):
         pipe_of(lstm, chunks=4)(x)
     torch.testing.assert_close(pipe_of(lstm, chunks=1)(x), lstm(x), rtol=0, atol=0)
 
@@ -200,7 +200,7 @@ def test_values_of_registered_classes_are_cut(execution: str) -> None:
 def test_what_is_cut_into_another_number_of_parts() -> None:
     register_split(Images, lambda value, sizes: [value])
     pipe = pipe_of(nn.Identity())
-    with pytest.raises(ValueError, match=r"cuts a Images returned 1 parts for 2 micro-batches"):
+    with pytest.raises(ValueError, match=r"cuts a Images returned 1 parts for 2 microbatches"):
         pipe((torch.ones(4, 1), Images()))
     for kind in (list, torch.Tensor, nn.Parameter, 3):
         with pytest.raises(TypeError, match="it must be a separate class"):

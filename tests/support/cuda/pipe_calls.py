@@ -59,7 +59,7 @@ def per_micro_batch(devices: Sequence[Any], tensors: int = 1) -> list[Calls]:
 
 
 def tasks_and_hand_overs() -> dict[str, Calls]:
-    """Per stage or hand-over, and micro-batch."""
+    """Per stage or hand-over, and microbatch."""
     compared: dict[str, Any] = {
         "task on a CPU": (per_micro_batch(["cpu", "cpu"]), ({}, {})),
         "task on one GPU": (per_micro_batch([A, A]), ({}, {})),

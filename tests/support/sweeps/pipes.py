@@ -2,7 +2,7 @@
 numbers, normalise batches and share parameters.
 
 ``cd tests; python -m support.sweeps.pipes 10000`` compares the first 10,000 of them, in every
-execution, with a loop over the same micro-batches: outputs, all gradients and buffers, bit for bit,
+execution, with a loop over the same microbatches: outputs, all gradients and buffers, bit for bit,
 in two forwards and backwards or steps of any schedule.
 """
 
@@ -183,7 +183,7 @@ def case(seed: int) -> tuple[nn.Sequential, Tensor, str, dict[str, Any]]:
     module, micro_batches = nn.Sequential(*layers), min(options["chunks"], len(x))
     if draw.random() < 0.5:
         module = convert_deferred_batch_norm(module, micro_batches)
-    # A single micro-batch may be returned as it is, and then is no tensor of inference.
+    # A single microbatch may be returned as it is, and then is no tensor of inference.
     ways = [way for way in WAYS if micro_batches > 1 or way != "inference_mode"]
     return module, x, draw.choice(ways), options
 
@@ -195,7 +195,7 @@ def differs(seed: int) -> str | None:
     shares, tolerance = len(parameters) > len(set(parameters)), 0.0
     if way in SCHEDULES or shares:
         # What several paths add to a gradient comes in another order: the loss of a step has a
-        # graph of its own, and on lanes each micro-batch a backward, which inline is one of all.
+        # graph of its own, and on lanes each microbatch a backward, which inline is one of all.
         module, x = module.double(), x.detach().double().requires_grad_(x.requires_grad)
         tolerance = 1e-10
 

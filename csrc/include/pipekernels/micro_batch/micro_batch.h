@@ -1,4 +1,4 @@
-// Splits tensors into micro-batches, or concatenates micro-batches; all copies in one call.
+// Splits tensors into microbatches, or concatenates microbatches; all copies in one call.
 #pragma once
 
 #include <cstdint>
@@ -23,20 +23,20 @@ struct WholeTensor {
   std::optional<Cast> cast = {};  // none: elements are copied as bytes
 };
 
-// One micro-batch of one tensor. Its shape is the whole tensor's, except along the batch dimension.
+// One microbatch of one tensor. Its shape is the whole tensor's, except along the batch dimension.
 struct MicroBatch {
   char* data;
   std::vector<int64_t> strides;  // elements
 };
 
-enum class Direction { kSplit, kConcat };  // whole -> micro-batches, micro-batches -> whole
+enum class Direction { kSplit, kConcat };  // whole -> microbatches, microbatches -> whole
 
 struct MicroBatchCopy {
   Direction direction;
   int64_t dim;                            // the batch dimension, 0 <= dim < number of dimensions
-  std::vector<int64_t> sizes;             // size of each micro-batch along `dim`
+  std::vector<int64_t> sizes;             // size of each microbatch along `dim`
   std::vector<WholeTensor> wholes;        // each has size sum(sizes) along `dim`
-  std::vector<MicroBatch> micro_batches;  // [i * wholes.size() + t]: micro-batch i of tensor t
+  std::vector<MicroBatch> micro_batches;  // [i * wholes.size() + t]: microbatch i of tensor t
 };
 
 // Both functions copy tensors of any dtype, and cast as cast.h does. Destinations must not overlap

@@ -92,7 +92,7 @@ struct TileShape {
 };
 
 struct Plan {
-  std::vector<TiledCopy> copies;  // none for empty tensors and micro-batches
+  std::vector<TiledCopy> copies;  // none for empty tensors and microbatches
   int64_t tiles = 0;
   int64_t bytes = 0;  // casts count in the wider dtype
   bool casts = false;

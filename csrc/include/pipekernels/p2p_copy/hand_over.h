@@ -41,7 +41,7 @@ HandOver plan_hand_over(const std::vector<TensorCopy>& tensors);
 // which is contiguous in the target.
 std::vector<TensorCopy> pieces_of(const TensorCopy& tensor, size_t limit);
 
-// The tensors as one request for the kernels of micro_batch.h, each as a whole of one micro-batch.
+// The tensors as one request for the kernels of micro_batch.h, each as a whole of one microbatch.
 MicroBatchCopy as_micro_batches(const std::vector<TensorCopy>& tensors);
 
 // Copies on the CPU with at most `threads` threads.
