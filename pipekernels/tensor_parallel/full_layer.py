@@ -1,4 +1,4 @@
-"""Which full layers can be sharded."""
+"""Full layers that can be sharded, and what prevents others."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def linear_classes() -> tuple[type[nn.Module], ...]:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether ``module`` is an ``nn.Embedding``, perhaps multiplied by a scale, which can be
-    sharded. A model may have others, of which not only the looked-up rows matter."""
+    """Whether ``module`` is an ``nn.Embedding``, perhaps with a scale, that can be sharded. Models
+    may have other classes, which use more than the rows that they look up."""
     kind = type(module)
     is_scaled = isinstance(module, nn.Embedding) and kind.__name__.endswith("ScaledWordEmbedding")
     return kind is nn.Embedding or (is_scaled and kind.__module__.startswith("transformers."))
@@ -56,7 +56,7 @@ def full_layer(parameters: Mapping[str, nn.Parameter], *, transposed: bool) -> n
 
 
 def extras_of(layer: nn.Module) -> str | None:
-    """What ``layer`` has that a sharded layer would lose (state, forward, hooks), if anything."""
+    """What a sharded layer would lose of ``layer`` (state, forward, hooks), if anything."""
     names = layer.state_dict().keys() - {"weight", "bias"}
     if names:
         return f"additional state ({', '.join(sorted(names))})"
@@ -75,7 +75,7 @@ def check_weights(layer: nn.Module) -> None:
         if type(parameter) is nn.Parameter and inner is torch.Tensor:
             continue
         kind = type(parameter) if inner is torch.Tensor else inner
-        order = "shard the model in floats, then quantize it: quantize_weights() here, or torchao"
+        order = "shard the model in floats, then call quantize_weights()"
         if kind.__name__ == "DTensor":
             order = "shard the model first, then call fully_shard() or distribute the rest"
         raise TypeError(

@@ -62,8 +62,7 @@ def check_no_leak(comm: Communicator) -> None:
             other.all_reduce(x)
             # A mapping, and a pidfd per peer.
             assert len(leakable_resources()) == len(before) + comm.world_size
-        with pytest.raises(RuntimeError, match="closed"):
-            other.barrier()
+        assert_raises(RuntimeError, "closed", other.barrier)
         assert x.eq(comm.world_size).all()  # Its memory stays valid after close().
         del x
         assert leakable_resources() == before
@@ -89,8 +88,7 @@ def test_close_is_idempotent_and_peers_notice(device: torch.device) -> None:
             comm.close()
             empty = functools.partial(comm.empty, 3, device=device)
             for call in (comm.barrier, empty, lambda: comm.all_reduce(x)):
-                with pytest.raises(RuntimeError, match="closed"):
-                    call()
+                assert_raises(RuntimeError, "closed", call)
             with pytest.raises(RuntimeError, match=f"no communicator has handle {comm.handle}"):
                 Communicator.from_handle(comm.handle)
         else:
@@ -107,8 +105,7 @@ def test_the_first_use_after_close_raises(device: torch.device) -> None:
     comm.close()
     with pytest.raises(RuntimeError, match="closed"):
         comm.all_reduce(torch.ones(1, device=device))
-    with pytest.raises(RuntimeError, match="closed"):
-        comm.empty(3, device=device)
+    assert_raises(RuntimeError, "closed", comm.empty, 3, device=device)
 
 
 def test_an_exception_in_a_with_block_reaches_the_peers(device: torch.device) -> None:
@@ -120,8 +117,7 @@ def test_an_exception_in_a_with_block_reaches_the_peers(device: torch.device) ->
                 _ = 1 / 0
         else:
             started = time.monotonic()
-            with pytest.raises(PeerError, match="rank 1 gave up after an error of its own"):
-                comm.all_reduce(x)
+            assert_raises(PeerError, "rank 1 gave up after an error of its own", comm.all_reduce, x)
             assert time.monotonic() - started < 10  # Well before the timeout of 30 s.
 
     run_threads(2, in_own_streams(device, on_rank))
@@ -133,8 +129,7 @@ def test_close_ends_a_call_in_another_thread() -> None:
         waiting = threads.submit(comm.barrier)
         time.sleep(0.1)
         comm.close()
-        with pytest.raises(RuntimeError, match="closed during the call"):
-            waiting.result(5)
+        assert_raises(RuntimeError, "closed during the call", waiting.result, 5)
 
 
 @on_ranks(3)
@@ -145,8 +140,7 @@ def test_communicators_of_subgroups(comm: Communicator, device: torch.device) ->
     mine = [i for i, ranks in enumerate(members) if comm.rank in ranks]
     comms = {i: Communicator.from_process_group(groups[i]) for i in mine}
     other = groups[({0, 1, 2} - set(mine)).pop()]
-    with pytest.raises(ValueError, match="not a member"):
-        Communicator.from_process_group(other)
+    assert_raises(ValueError, "not a member", Communicator.from_process_group, other)
     x = torch.tensor([10**comm.rank], device=device)
     sums = [int(comms[i].all_reduce(x.clone())) for i in mine]
     assert sums == [[11, 101], [11, 110], [110, 101]][comm.rank]
@@ -207,8 +201,7 @@ def test_a_join_without_file_descriptors_on_one_rank_fails_on_all(
         for fd in taken[:left]:
             os.close(fd)
     message = r"^the ranks cannot be joined: rank 1: .*(open files|file descriptor left)"
-    with pytest.raises(RuntimeError, match=message):
-        Communicator.from_process_group()
+    assert_raises(RuntimeError, message, Communicator.from_process_group)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert leakable_resources() == before
 
@@ -289,8 +282,7 @@ def test_collective_barrier() -> None:
     assert [barrier.communicator(rank).rank for rank in range(3)] == [0, 1, 2]
     assert barrier.communicator(0).timeout == 5.0
     for rank in (-1, 3):
-        with pytest.raises(ValueError, match=rf"rank must be in 0..2, got {rank}"):
-            barrier.communicator(rank)
+        assert_raises(ValueError, rf"rank must be in 0..2, got {rank}", barrier.communicator, rank)
     arrived: list[int] = []
 
     def meet(rank: int) -> None:

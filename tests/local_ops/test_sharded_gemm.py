@@ -141,14 +141,12 @@ def test_triton_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice("triton") == Config(TILES[90, "bfloat16"].middle)
     assert choice("triton", k=60) == Config(TILES[90, "bfloat16"].unaligned)
     assert choice("auto") is None and choice("cublas") is None
-    with pytest.raises(TypeError, match="not torch.float64"):
-        choice("triton", torch.float64)
+    assert_raises(TypeError, "not torch.float64", choice, "triton", torch.float64)
     pretend_gpu(monkeypatch, capability=(7, 5), name="Some GPU")
     with pytest.raises(RuntimeError, match="needs compute capability 8.0, but Some GPU has 7.5"):
         choice("triton")
     pretend_gpu(monkeypatch, capability=(8, 0))
-    with pytest.raises(RuntimeError, match="needs compute capability 8.9"):
-        choice("triton", FLOAT8)
+    assert_raises(RuntimeError, "needs compute capability 8.9", choice, "triton", FLOAT8)
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(gemm_choice, "has_triton", lambda: False)
     with pytest.raises(ImportError, match=r"3.6 or newer: pip install 'pipekernels\[triton\]'"):

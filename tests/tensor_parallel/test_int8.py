@@ -182,8 +182,27 @@ def test_what_is_not_supported_is_refused_in_words() -> None:
     assert_raises(ValueError, message, quantize_weights, model)
     message, x = "takes 24 features on cpu, got a tensor of shape", torch.ones(1, 23)
     assert_raises(ValueError, message, model, x)
-    message = "has int8 weights, which come from those of floats"
-    assert_raises(TypeError, message, model[0].reset_parameters)
+    assert_raises(TypeError, "int8 weights, which are made from floats", model[0].reset_parameters)
+
+
+def test_torchao_quantizes_column_parallel_and_whole_layers() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+
+    def quantized(model: nn.Module) -> nn.Module:
+        config = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
+        torchao.quantize_(model, config, lambda _, name: name in ("0", "4"))
+        return model
+
+    full, x = mlp(), torch.randn(8, 24)
+    whole = quantized(copy.deepcopy(full))
+    assert not whole(x).equal(full(x))
+
+    def body(comm: Communicator) -> None:
+        model = tensor_parallelize(copy.deepcopy(full), {"0": "column", "2": "row"}, comm)
+        torch.testing.assert_close(quantized(model)(x), whole(x))
+        assert_raises(TypeError, "call quantize_weights", tensor_parallelize, whole, PLAN, comm)
+
+    run_threads(2, body)
 
 
 def test_weights_that_are_not_finite_are_an_error_on_all_ranks() -> None:

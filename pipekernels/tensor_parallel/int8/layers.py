@@ -43,7 +43,7 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 
 class _Int8Layer(ShardedLayer):
-    """Base of both: scales stay float32 whatever the model is converted to."""
+    """Base of both. Scales stay float32 when the model is converted to another dtype."""
 
     float_dtype: torch.dtype
     """The dtype of the full layer's weights."""
@@ -59,8 +59,8 @@ class _Int8Layer(ShardedLayer):
         return self
 
     def reset_parameters(self) -> None:
-        """Not possible: weights of int8 come from floats."""
-        raise TypeError(f"{self._described()} has int8 weights, which come from those of floats")
+        """Raises: int8 weights are made from floats."""
+        raise TypeError(f"{self._described()} has int8 weights, which are made from floats")
 
 
 class Int8Linear(_Int8Layer):
@@ -68,7 +68,7 @@ class Int8Linear(_Int8Layer):
 
     Args:
         layer: a :class:`ColumnParallelLinear` or a :class:`RowParallelLinear`, not invariant. It
-            stays as it is, and shares its bias.
+            stays as it is; its bias is shared.
 
     Attributes:
         weight: int8, ``[M / R, K]`` or ``[M, K / R]``.
@@ -155,7 +155,7 @@ class Int8Experts(_Int8Layer, ParallelExperts):
     """A rank's part of stacked experts, with weights of int8 (:func:`quantize_weights`).
 
     Args:
-        layer: experts in floats, which stay as they are, and share their biases.
+        layer: experts in floats, which stay as they are; their biases are shared.
 
     Matrices are ``[E, out, in]``, whatever the layout of the full module; each has a scale,
     ``gate_up_proj_scale`` and so on, ``[E, out]``. Shapes of the forward: as for
