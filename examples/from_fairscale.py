@@ -2,12 +2,13 @@
 
     python examples/from_fairscale.py
 
-Only the import lines are others than before. Prints the losses, and those of the plain network.
+Only the import lines have changed. Prints the losses, and those of the plain network.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Generator
 
 import torch
 from torch import nn
@@ -30,20 +31,20 @@ class Encoder(nn.Module):
         super().__init__()
         self.layer = nn.Linear(64, 16)
 
-    def forward(self, image):
+    def forward(self, image: torch.Tensor) -> Generator[stash, None, torch.Tensor]:
         yield stash("image", image)
         return torch.relu(self.layer(image))
 
 
 @skippable(pop=["image"])
 class Decoder(nn.Module):
-    """Widens its input again, and adds what the encoder was given."""
+    """Widens its input again, and adds the input of the encoder."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(16, 64)
 
-    def forward(self, code):
+    def forward(self, code: torch.Tensor) -> Generator[pop, torch.Tensor, torch.Tensor]:
         image = yield pop("image")
         return image + self.layer(code)
 
