@@ -1,7 +1,7 @@
 """The ``torch.distributed`` backend ``"pipekernels"``, with faster collectives for CPU tensors.
 
-Where the package is installed, programs name it without an import; where it is not, as in its
-source folder, importing this module registers it::
+Where the package is installed, programs need no import; elsewhere, as in its source folder,
+importing this module registers the backend::
 
     torch.distributed.init_process_group("pipekernels")
 
@@ -10,8 +10,8 @@ their variants on one tensor or several, ``broadcast`` and ``barrier`` run on a
 :class:`pipekernels.Communicator`, also on several hosts, and in DDP, FSDP, DTensor and functional
 collectives; with all of torch's reductions, for every dtype that has them
 (``comm/process_group/derived.py`` says how). Gloo runs ``all_to_all``, point-to-point calls, and
-whatever has sparse tensors. Torch restricts ``monitored_barrier``, and DDP's built-in C++ hook
-``FP16_COMPRESS``, to its own backends; the Python hook of that name works. ``split_group`` wants an
+calls with sparse tensors. Torch restricts ``monitored_barrier``, and DDP's built-in C++ hook
+``FP16_COMPRESS``, to its own backends; the Python hook of that name works. ``split_group`` needs an
 accelerator: use ``new_group``.
 
 Asynchronous calls run one after another on a thread of the group. A lost rank ends the group: its
@@ -20,8 +20,8 @@ waits in C++, as in DDP, they arrive as a ``RuntimeError`` that quotes them.
 
 With ``init_process_group("cpu:pipekernels,cuda:nccl")`` collectives of CUDA tensors run on a second
 group, of NCCL, which the first of them makes: all ranks of a group must take part in it. Name
-``cpu`` first: otherwise torch makes an NCCL backend that nobody uses, and warns that it was not
-destroyed; and no ``device_id``. Point-to-point calls of CUDA tensors need
+``cpu`` first: otherwise torch makes an NCCL backend that is never used, and warns that it was not
+destroyed. Do not pass ``device_id``. Point-to-point calls of CUDA tensors need
 ``new_group(backend="nccl")``.
 
 Raises:

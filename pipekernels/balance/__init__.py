@@ -38,7 +38,7 @@ def balance_by_time(
         partitions: number of stages.
         module: the layers.
         sample: a typical microbatch: a tensor ``[batch, ...]`` or a tuple, list or dict of them.
-        timeout: for how many seconds layers take turns, each at least three times.
+        timeout: the seconds for which layers take turns, each at least three times.
         device: where to measure. Default: the current CUDA device; the CPU where there is none.
 
     Raises:
@@ -70,7 +70,7 @@ def balance_by_size(
         partitions: number of stages.
         module: the layers.
         input: a mini-batch: a tensor ``[batch, ...]`` or a tuple, list or dict of them.
-        chunks: number of microbatches that it will be cut into.
+        chunks: the number of microbatches into which it will be cut.
         param_scale: memory for a parameter, its gradient and optimizer state, in sizes of the
             parameter: :doc:`/guides/pipe` has those of torch's optimizers.
         device: where to measure. Default: the current CUDA device; the CPU where there is none.

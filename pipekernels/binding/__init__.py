@@ -1,5 +1,5 @@
 """Binds the ranks of a host to its cores and memory: what ``pipekernels run`` does.
 
-torchrun binds ranks by the index of a GPU. Ranks on CPUs that float over the sockets of a server
-read half of their operands from another socket's memory.
+torchrun binds ranks by GPU index. CPU ranks that move between the sockets of a server read half of
+their operands from another socket's memory.
 """

@@ -1,8 +1,8 @@
-"""Binds a rank to its place, and then becomes its program.
+"""Binds a rank to its cores, then replaces itself by the rank's program.
 
-``pipekernels run`` starts it as a script. It imports neither torch nor the package: threads that
-these start would not be bound. Memory follows the cores: by default Linux takes it from the node
-of the core that first touches it.
+``pipekernels run`` starts this script. It imports neither torch nor the package, whose threads
+would not be bound. Memory follows the cores: by default Linux allocates it on the node of the core
+that first touches it.
 """
 
 from __future__ import annotations

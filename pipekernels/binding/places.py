@@ -1,4 +1,4 @@
-"""Which cores each rank of a host gets."""
+"""Divides the cores of a host among its ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Place:
 def places(topology: Topology, ranks: int) -> list[Place]:
     """Divide the cores among ``ranks``, in the order of sockets and nodes.
 
-    So a rank has whole nodes, or a part of one, wherever the number of ranks allows that. All have
-    the same number of threads, one per core, as replicas with other numbers of threads may have
-    other bits; within a control group's quota they have fewer threads than cores.
+    A rank then has whole nodes, or a part of one, wherever the number of ranks allows that. All
+    ranks have the same number of threads, since replicas with different numbers may have different
+    bits: one per core, or fewer within a control group's quota.
 
     Raises:
         ValueError: ``ranks`` is below 1 or above the number of cores.
@@ -36,9 +36,9 @@ def places(topology: Topology, ranks: int) -> list[Place]:
     cores = topology.cores
     if not 1 <= ranks <= len(cores):
         raise ValueError(
-            f"{ranks} ranks cannot be bound to their own cores: this process may use "
-            f"{len(cores)} cores; start 1 to {len(cores)} ranks, or start them by torchrun, which "
-            "does not bind them"
+            f"{ranks} ranks cannot each have a core: this process may use "
+            f"{len(cores)} cores; start 1 to {len(cores)} ranks, or use torchrun, which "
+            "does not bind ranks"
         )
     usable = len(cores) if topology.quota is None else min(topology.quota, len(cores))
     threads = max(1, math.floor(usable / ranks))

@@ -19,9 +19,9 @@ def run(arguments: Sequence[str]) -> None:
     """Start ranks as ``torchrun`` does, and wait for them.
 
     Args:
-        arguments: torchrun's, where ``--nproc-per-node`` is by default ``auto``, a rank per memory
-            node; and ``--dry-run``, which prints where ranks would run. ``OMP_NUM_THREADS`` is set
-            to a rank's cores unless it is set already.
+        arguments: as for torchrun, except that ``--nproc-per-node`` defaults to ``auto``, one rank
+            per memory node; and ``--dry-run``, which prints where ranks would run. Ranks get
+            ``OMP_NUM_THREADS``, the number of their cores, unless it is already set.
 
     Raises:
         ValueError: more ranks than cores, or options that do not go together.
@@ -34,8 +34,8 @@ def run(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if getattr(options, "numa_binding", None) is not None:
         raise ValueError(
-            "--numa-binding binds ranks by the index of a GPU, and pipekernels run by their share "
-            "of the cores; use torchrun for it"
+            "--numa-binding binds ranks by GPU index, but pipekernels run binds them to shares of "
+            "the cores; use torchrun with --numa-binding"
         )
     topology = read_topology()
     wanted = options.nproc_per_node

@@ -37,7 +37,7 @@ class Topology:
 
     @property
     def nodes(self) -> list[int]:
-        """The memory nodes that have one of the cores."""
+        """The memory nodes of the cores."""
         return list(dict.fromkeys(core.node for core in self.cores))
 
 
@@ -45,9 +45,9 @@ def read_topology(root: Path = Path("/"), allowed: Collection[int] | None = None
     """Read sysfs and the control group below ``root``.
 
     Args:
-        root: where ``sys`` and ``proc`` lie.
-        allowed: CPU numbers that may be used; by default this process's affinity, which also holds
-            the limits of its cpuset.
+        root: the folder that contains ``sys`` and ``proc``.
+        allowed: CPU numbers that may be used; by default this process's affinity, which also
+            reflects its cpuset.
     """
     if allowed is None:
         allowed = os.sched_getaffinity(0)
@@ -75,7 +75,7 @@ def parse_cpus(text: str) -> list[int]:
 
 
 def format_cpus(cpus: Collection[int]) -> str:
-    """The opposite of :func:`parse_cpus`."""
+    """The inverse of :func:`parse_cpus`."""
     ranges: list[list[int]] = []
     for cpu in sorted(cpus):
         if ranges and cpu == ranges[-1][-1] + 1:

@@ -207,7 +207,7 @@ class Collectives:
         """Wait until this rank's collectives on its CUDA device have ended.
 
         For collectives in a replayed CUDA graph, first synchronise the stream of the replay. On the
-        CPU collectives have ended when they return.
+        CPU, collectives have ended when they return.
 
         Raises:
             ValueError, PeerError, TimeoutError: one of the collectives failed.

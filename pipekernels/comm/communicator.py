@@ -39,7 +39,7 @@ _by_handle: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDi
 class Communicator(Collectives):
     """One rank's view of a communicator.
 
-    Made by :meth:`from_process_group` or :meth:`from_store` (ranks are processes), or
+    Make one by :meth:`from_process_group` or :meth:`from_store` (ranks are processes), or by
     :meth:`threads` (ranks are threads of this process). All ranks call the same collectives in the
     same order; calls from several threads of one rank run one after another. Elements are combined
     in rank order, 16-bit floats in float32 and rounded once, so all ranks get the same bits, in
@@ -56,7 +56,7 @@ class Communicator(Collectives):
     * PeerError: a rank has died, closed or given up; raised on all remaining ranks. Names the rank,
       unless it is on another host. Ends the communicator.
     * TimeoutError: a rank did not arrive within ``timeout``. Ends the communicator.
-    * RuntimeError: the communicator was closed or has ended, or a fork made this process.
+    * RuntimeError: the communicator was closed or has ended, or this process was forked.
 
     After an error the contents of a collective's result are undefined. An error in a rank's own
     arguments is raised before any communication, on that rank only.
@@ -105,7 +105,7 @@ class Communicator(Collectives):
         Args:
             group: the default group if ``None``. Between hosts, it reduces CUDA tensors.
             timeout: seconds that this rank waits for the others, while joining them after the first
-                exchange, and then in each call. If ``None`` 30, or that of ``group`` where CUDA can
+                exchange, and in each later call. Default: 30, or that of ``group`` where CUDA can
                 be used.
             device_blocks: the most thread blocks of a collective on CUDA, up to 64, the same on all
                 ranks; see :doc:`/guides/cuda`.
@@ -240,7 +240,7 @@ class Communicator(Collectives):
 
     @property
     def rank(self) -> int:
-        """This rank, from 0 on."""
+        """This rank, counted from 0."""
         return self._rank
 
     @property

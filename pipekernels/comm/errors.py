@@ -9,8 +9,8 @@ class PeerError(RuntimeError):
     The communicator cannot be used any more; the remaining ranks may make a new one.
 
     Attributes:
-        rank: the lost rank; ``None`` if it is on another host, as then only a closed connection
-            was seen.
+        rank: the lost rank; ``None`` if it is on another host, where only a closed connection
+            shows.
     """
 
     def __init__(self, message: str, rank: int | None) -> None:

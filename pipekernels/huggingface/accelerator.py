@@ -1,4 +1,4 @@
-"""What an ``Accelerator`` of Hugging Face's accelerate must do differently for sharded models."""
+"""Adapts an ``Accelerator`` of Hugging Face's accelerate to sharded models."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def adapt_accelerator(accelerator: Any, model: nn.Module) -> None:
     Call it on all ranks before ``accelerator.prepare``; transformers' ``Trainer`` needs
     :class:`TrainerMixin` instead. All ranks then get the same batches; the model is not wrapped in
     DistributedDataParallel; ``clip_grad_norm_`` clips by the norm of the full gradients;
-    ``get_state_dict`` and ``save_model`` give the full model, if called on all ranks; and
-    ``gather_for_metrics`` returns what this rank passes, since the others have the same.
-    ``save_state`` and ``load_state`` raise: they would give all ranks the shards of one.
+    ``get_state_dict`` and ``save_model``, called on all ranks, give the full model; and
+    ``gather_for_metrics`` returns its argument, since all ranks have the same values.
+    ``save_state`` and ``load_state`` raise: they would give all ranks the shards of one rank.
 
     Args:
-        accelerator: as accelerate 1.15 has it.
+        accelerator: of accelerate 1.15.
         model: after ``tensor_parallelize``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Adapters of peft (LoRA) in a model to shard, or in one with sharded layers."""
+"""Adapters of peft (LoRA), before and after a model is sharded."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from pipekernels.tensor_parallel.sharded import sharded_layers
 def add_adapters(model: nn.Module, config: Any, adapter_name: str = "default") -> Any:
     """``peft.get_peft_model`` for a model that ``tensor_parallelize`` has sharded.
 
-    A collective: all ranks get the first factors that rank 0 draws. The result is a ``PeftModel``,
-    the same as if a model with adapters had been sharded.
+    A collective: all ranks get the initial factors that rank 0 draws. The result is the same
+    ``PeftModel`` as from sharding a model that has adapters.
 
     Args:
-        model: with sharded layers.
+        model: a model with sharded layers.
         config: a ``LoraConfig`` of peft.
-        adapter_name: the adapter's.
+        adapter_name: the name of the adapter.
 
     Raises:
-        ValueError: an adapter reads the whole weight (DoRA, PiSSA and the like). The model then has
-            no adapters.
+        ValueError: an adapter reads the whole weight (DoRA, PiSSA and the like). The model is then
+            unchanged.
     """
     peft: Any = import_module("peft")
     lora: Any = import_module("peft.tuners.lora.layer")
@@ -73,7 +73,7 @@ def _check_config(config: Any, lora: Any) -> None:
     if config.init_lora_weights not in (True, False, "gaussian") or trial.lora_variant:
         raise ValueError(
             f"adapters with init_lora_weights={config.init_lora_weights!r} and "
-            f"use_dora={config.use_dora} read whole weights, of which a rank has a shard; use "
+            f"use_dora={config.use_dora} read whole weights, but a rank has only a shard; use "
             "plain LoRA (init_lora_weights True, False or 'gaussian'), or add them before "
             "tensor_parallelize"
         )
@@ -106,7 +106,7 @@ def _add_weighted(
 ) -> None:
     if combination_type not in ("linear", "cat"):
         raise ValueError(
-            f"combination_type={combination_type!r} reads whole factors, of which a rank has "
+            f"combination_type={combination_type!r} reads whole factors, but a rank has only "
             "shards; use 'linear' or 'cat', or add the adapter before tensor_parallelize"
         )
     type(self).add_weighted_adapter(
@@ -115,7 +115,7 @@ def _add_weighted(
 
 
 def _shard_adapter(module: Any, adapter: str) -> None:
-    """Shard the new factors of a layer with adapters as the layer itself is: those of rank 0."""
+    """Broadcast the new factors of an adapter from rank 0 and shard them like its layer."""
     base = module.get_base_layer()
     name = base.name.removesuffix(".base_layer")
     for factor in (module.lora_A[adapter].weight, module.lora_B[adapter].weight):
@@ -127,7 +127,7 @@ def _shard_adapter(module: Any, adapter: str) -> None:
 
 
 def _sharded_like(base: Any, factor: nn.Linear, name: str) -> nn.Module:
-    """The factor of an adapter that is sharded as its layer ``base`` is."""
+    """A factor of an adapter, sharded like its layer ``base``."""
     if isinstance(base, RowParallelLinear):
         options = {"input_is_parallel": base.input_is_parallel, "reduce": base.reduce}
     else:
@@ -148,8 +148,8 @@ class Peft(PlanProvider):
         for name, config in model.peft_config.items():
             if config.peft_type == peft.PeftType.PREFIX_TUNING:
                 raise ValueError(
-                    f"the adapter {name!r} is of prefix tuning, which hands keys and values of all "
-                    "heads to every layer, and a rank has a part of them; use LoRA, or prompt "
+                    f"the adapter {name!r} uses prefix tuning, which passes keys and values of all "
+                    "heads to every layer, but a rank has only some heads; use LoRA or prompt "
                     "tuning"
                 )
         base: nn.Module = model.get_base_model()

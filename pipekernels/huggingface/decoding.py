@@ -1,16 +1,16 @@
 """``generate`` with compiled decoder layers.
 
-A step of greedy decoding multiplies a few rows: it takes the time of reading the weights, plus that
-of Python between the products. transformers compiles this step on GPUs only, and as one program of
-all layers, which takes minutes to make on a CPU. Here each decoder layer is a program, and layers
-that are alike share one, as in *regional compilation* of torch's tutorials. What the compiler's
-dispatch would do at each token, at the cost of all small operations, is done once per prompt:
+A step of greedy decoding multiplies a few rows: it takes as long as reading the weights, plus the
+time of Python between the products. transformers compiles this step on GPUs only, and as one
+program of all layers, which takes minutes on a CPU. Here each decoder layer is a program, and equal
+layers share one, as in *regional compilation* of torch's tutorials. Checks that the compiler's
+dispatch repeats for each token, at the cost of all small operations, run once per prompt:
 
-* which layers are alike, and whether one has changed (:class:`_Program`, :func:`_kind`);
+* which layers share a program, and whether one has changed (:class:`_Program`, :func:`_kind`);
 * which tensors of the layer, of its cache and of the call a program takes (:class:`_Replay`);
 * where its weights lie, see :class:`_Memory`.
 
-A layer is handed a cache of its own, else its index would be a constant of the program.
+Each layer gets its own cache, since its index in a shared one would be a constant of the program.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ def compile_decoding(model: nn.Module, max_length: int | None = None) -> nn.Modu
     """Compile the decoder layers of a transformers model for ``generate`` on CPUs, and let
     ``generate`` keep keys and values in a static cache.
 
-    A layer's program runs for one new token per sequence, without gradients; all else, such as the
-    prompt, runs as before. The first token waits for the compiler, tens of seconds on a cold disk
-    cache (``TORCHINDUCTOR_CACHE_DIR``); so does the first after a change of the layers. Tokens are
-    those of the model as it was, up to rounding. Undone by
-    :func:`~pipekernels.tensor_parallel.tensor_unparallelize`.
+    The compiled layers process one new token per sequence, without gradients; everything else,
+    such as the prompt, runs as before. The first token waits for the compiler, tens of seconds on a
+    cold disk cache (``TORCHINDUCTOR_CACHE_DIR``), and so does the first token after layers change.
+    Tokens equal those of the uncompiled model, up to rounding.
+    :func:`~pipekernels.tensor_parallel.tensor_unparallelize` undoes this.
 
     Args:
         model: a transformers decoder, sharded or not. Every rank calls this.
-        max_length: tokens, prompt included, that the cache has room for. A longer text, like
-            another batch size, is compiled anew, once; each step attends to the whole cache.
+        max_length: tokens, prompt included, that fit into the cache. A longer text, or another
+            batch size, compiles once more. Each step attends to the whole cache.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: ``model`` cannot be compiled by layers, or is on a GPU, where ``generate`` with
-            ``cache_implementation="static"`` compiles by itself; or torch is older than 2.10.
-        RuntimeError: of the compiler, while generating: a layer cannot be compiled by itself, or
-            needs more of a cache than to add to it.
+        ValueError: ``model`` cannot be compiled layer by layer, or is on a GPU, where ``generate``
+            compiles by itself with ``cache_implementation="static"``; or torch is older than 2.10.
+        RuntimeError: from the compiler, while generating: a layer cannot be compiled alone, or
+            does more with a cache than append to it.
     """
     programs: _Programs = {}
     for layer in _decoder_layers(model):
@@ -107,7 +107,7 @@ def _decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def _index(layer: nn.Module) -> int | None:
-    """Of the layer's keys and values in a cache."""
+    """The index of the layer's keys and values in a cache."""
     found = (vars(module).get("layer_idx") for module in layer.modules())
     return next((index for index in found if index is not None), None)
 
@@ -122,7 +122,7 @@ def _state(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """All that decides the program of a layer: two of one kind differ in the values of tensors."""
+    """All that a layer's program depends on. Layers of one kind differ in tensor values only."""
     kind: list[Any] = []
     for name, module in layer.named_modules():
         kind += name, type(module), tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
@@ -217,7 +217,7 @@ def _join_products(graph: fx.Graph, inputs: list[Any]) -> list[list[int]]:
     """Make one product of those that share their input, such as queries, keys and values.
 
     Returns:
-        Places of inputs, in groups: the first one takes all of its group, one after another.
+        Groups of input indices. The first input of a group receives the concatenated group.
     """
     product = torch.ops.pipekernels.linear
     places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
@@ -303,7 +303,7 @@ def _is_movable(tensor: Tensor) -> bool:
 
 
 class _OwnCache:
-    """What a layer of attention needs of a cache."""
+    """The part of a cache that one attention layer needs."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -313,7 +313,7 @@ class _OwnCache:
 
 
 class _Step:
-    """The ``forward`` of a decoder layer: the program of its kind where that applies."""
+    """The ``forward`` of a decoder layer: its compiled program where that applies."""
 
     def __init__(self, layer: nn.Module, programs: _Programs) -> None:
         from transformers import Cache
@@ -373,7 +373,7 @@ def _leaves(values: Iterable[Any]) -> list[Any]:
 
 
 def _likeness(value: Any) -> Any:
-    """Equal for two values that a program does the same with."""
+    """Equal for two values that a program treats alike."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     constants = bool, int, float, str, torch.dtype, torch.device

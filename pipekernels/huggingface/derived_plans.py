@@ -2,18 +2,18 @@
 
 A small copy of the model (:mod:`pipekernels.huggingface.small_models`) runs once, and every linear
 layer's output is replaced by random numbers that autograd treats as leaves. The gradient of one
-feature of a linear layer's input then shows which features of which layers it was computed from.
-Features that depend on each other, directly or not, form a block: a head of an attention, one
-feature of an MLP. Where the layers of a group have the same blocks in the same order, ranks can
-have some of the blocks each: the layers that feed others are column-parallel, those that are fed
-row-parallel.
+feature of a linear layer's input then shows from which features of which layers it was computed.
+Features that depend on each other, directly or not, form a block: an attention head, or one
+feature of an MLP. Where the layers of a group have the same blocks in the same order, the
+blocks are divided among the ranks: layers that feed others become column-parallel, the layers that
+they feed row-parallel.
 
-Trials find the attributes that count heads: each group is sharded over two ranks, which are
-threads, and its plan is taken only if outputs and all gradients equal those of the whole copy.
+Trial runs find the attributes that hold a number of heads: each group is sharded over two threads,
+and its plan is accepted only if outputs and all gradients equal those of the whole copy.
 
-Two layers do not show what the others do. So the plan is tried again on a small copy with all
-layers and other sizes, in evaluation and training, on a token and on a long text. The model itself
-must be like this copy: :mod:`pipekernels.huggingface.likeness`.
+Two layers need not represent the others. So the plan is tried again on a small copy with all layers
+and other sizes, in evaluation and training, on one token and on a long text. The model itself must
+be like this copy: :mod:`pipekernels.huggingface.likeness`.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _log = logging.getLogger(__name__)
 
 RANKS = 2
 MOST_FEATURES = 3600
-"""Most input features of all linear layers together: each takes a backward."""
+"""The most input features of all linear layers together. Each one takes a backward."""
 MOST_TRIALS = 24
-"""Most trials for one group: which attributes to divide."""
+"""The most trials for one group, of which attributes to divide."""
 
 Reached = dict[nn.Module, Tensor]  # By producer: bool, [its features] or [features, its features].
 
 
 class Counter(NamedTuple):
-    """What has the number of blocks of a group of layers, in models of other sizes: an attribute;
-    or the features of ``layer``, where the attribute is the size of a block, which it repeats."""
+    """Where models of other sizes hold the number of blocks of a group: in an attribute, or in the
+    features of ``layer`` if the attribute is the size of a block, which the layer repeats."""
 
     owner: str
     attribute: str
@@ -80,14 +80,14 @@ class Counter(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """What could be found. Names have ``*`` in place of numbers."""
+    """A derived plan. Names have ``*`` in place of numbers."""
 
     kinds: Mapping[str, str]
     divided: Mapping[str, tuple[str, ...]]
     counters: Mapping[str, Counter]
-    """By modules whose features are in blocks of several, which ranks hold whole."""
+    """For modules whose blocks have several features. Ranks hold whole blocks."""
     refused: Mapping[str, str]
-    """By layers that stay whole: why."""
+    """Why layers stay whole, by their names."""
     copy: Description
     """Of the small copy with all layers."""
 
@@ -156,7 +156,7 @@ def _derive(model: nn.Module, inputs: dict[str, Tensor], deep: nn.Module) -> Der
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' warnings, which would be about the small copy."""
+    """Silences transformers' warnings, which would be about the small copy."""
     logging_of: Any = import_module("transformers.utils.logging")
     before = logging_of.get_verbosity()
     logging_of.set_verbosity_error()
@@ -200,14 +200,14 @@ class _Flow:
         if features > MOST_FEATURES:
             raise ValueError(f"the small copy has {features} features, more than {MOST_FEATURES}")
         self.sources = {layer: self._sources_of(inputs) for layer, inputs in self._inputs.items()}
-        # Those that reach an output past all other linear layers stay whole.
+        # Layers that reach an output without passing another linear layer stay whole.
         self._exposed: set[nn.Module] = set()
         for output in outputs:
             if output.requires_grad:
                 self._exposed |= self._reached((output * torch.randn_like(output)).sum()).keys()
 
     def groups(self) -> Iterable[tuple[list[nn.Module], list[nn.Module]]]:
-        """Layers that feed others, and all that these feed."""
+        """Layers that feed others, and all the layers that they feed."""
         fed: dict[nn.Module, list[nn.Module]] = defaultdict(list)
         for layer, sources in self.sources.items():
             for source in sources:

@@ -1,4 +1,4 @@
-"""``generate`` of transformers models with sharded layers: the same decisions on all ranks."""
+"""Makes ``generate`` of transformers models with sharded layers decide the same on all ranks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def adapt_generate(model: nn.Module) -> None:
 
 
 def _unknown_shape() -> None:
-    """Lets the first keys and values decide the shapes of a static cache, not the configuration."""
+    """The first keys and values, not the configuration, decide the shapes of a static cache."""
 
 
 def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Clocks of ranks differ, and what criteria of others read may."""
+    """Clocks differ between ranks, and custom criteria may read values that differ."""
     criteria = type(self)._get_stopping_criteria(self, *args, **kwargs)
     for i, own in enumerate(criteria):
         kind = type(own)
@@ -87,7 +87,7 @@ def _samples(
 
 
 def warn_of_attentions(model: nn.Module) -> None:
-    """Let a transformers model with sharded attention warn if it is to return attention weights."""
+    """Warn when a transformers model with sharded attention is to return attention weights."""
     if hasattr(getattr(model, "config", None), "output_attentions"):
         add_forward_pre_hook(model, _warn, with_kwargs=True)
 

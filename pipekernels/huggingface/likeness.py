@@ -1,4 +1,4 @@
-"""Whether a model is like the small copy from which its plan is derived."""
+"""Compares a model with the small copy from which its plan is derived."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def without_numbers(name: str) -> str:
 
 
 def named(model: nn.Module, values: Mapping[str, Value]) -> dict[str, Value]:
-    """``values`` of names with ``*``, by the names of the modules of ``model``."""
+    """``values``, whose names have ``*``, by the full names of modules in ``model``."""
     names = {name: without_numbers(name) for name, _ in model.named_modules()}
     return {name: values[wild] for name, wild in names.items() if wild in values}
 
@@ -70,7 +70,7 @@ def check_alike(model: nn.Module, copy: Description, planned: Iterable[str]) -> 
 
 
 def _layer_of(name: str) -> str:
-    """The outermost numbered module around ``name``, else the one that has it."""
+    """The outermost numbered module around ``name``, or else its parent."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
     return ".".join(parts[: number + 1])

@@ -1,4 +1,4 @@
-"""Weights of a model from a folder of safetensors files, of which each rank reads its slices."""
+"""Loads a model from a folder of safetensors files, of which each rank reads only its slices."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _FLOATS = ("F64", "F32", "F16", "BF16")  # Of these, a conversion is a value of 
 def load_pretrained(
     model: nn.Module, folder: str | Path, device: torch.device | str = "cpu"
 ) -> None:
-    """Load files that ``save_pretrained`` of transformers wrote, in place. Each rank reads its
-    slices of sharded layers, so no rank ever holds the whole model (:doc:`/guides/transformers`).
-    Not a collective.
+    """Load the files that transformers' ``save_pretrained`` wrote, in place. Each rank reads only
+    its slices of sharded layers, so no rank ever holds the whole model
+    (:doc:`/guides/transformers`). Not a collective.
 
     Args:
-        model: a model of transformers or any other module whose state dict has the files' names.
+        model: a transformers model, or any module whose state dict has the names in the files.
             Parameters and buffers may be on the meta device. They keep their dtypes.
-        folder: has ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
-            names.
-        device: where to put what is on the meta device; the rest stays where it is.
+        folder: contains ``model.safetensors``, or ``model.safetensors.index.json`` and the files
+            that it names.
+        device: receives what is on the meta device; the rest stays where it is.
 
     Raises:
-        FileNotFoundError: there is none of these files, or one that the index names is missing.
+        FileNotFoundError: neither file exists, or a file that the index names is missing.
         ValueError: a file or the index is malformed, or the index names files of other folders;
             the files lack a parameter or persistent buffer of the model, or have one of another
             shape, or of integers or float8 in place of floats; the weights are quantized (load

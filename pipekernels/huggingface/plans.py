@@ -56,7 +56,7 @@ class Transformers(PlanProvider):
 
 
 def _check_functions(model: nn.Module, plan: Mapping[str, str]) -> None:
-    """Raise a ValueError if a function between two sharded layers needs all features."""
+    """Raise ValueError if a function between two sharded layers needs all features."""
     for name, module in model.named_modules():
         # Gemma 3n: features beyond a number of deviations from their mean are zero.
         is_planned = any(fnmatchcase(f"{name}.gate_proj", pattern) for pattern in plan)
@@ -76,7 +76,7 @@ def _names_attention(model: nn.Module, carried: Mapping[str, str]) -> bool:
 def _with_derived(
     model: nn.Module, carried: Mapping[str, str], derived: ProvidedPlan
 ) -> ProvidedPlan:
-    """A carried plan with what is derived for layers that it does not name."""
+    """The model's own plan, completed by a derived one for layers that it does not name."""
     words = {
         name: word
         for name, word in derived.words.items()
@@ -91,7 +91,7 @@ def _with_derived(
 
 
 def _experts(model: nn.Module, words: Mapping[str, str]) -> dict[str, str]:
-    """Experts that a plan does not name: a slice of each on every rank."""
+    """Experts that a plan does not name are sliced: every rank holds a part of each."""
     return {
         name: "experts"
         for name, module in model.named_modules()

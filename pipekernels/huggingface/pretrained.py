@@ -44,7 +44,7 @@ def communicators(model: nn.Module) -> list[Communicator]:
 
 @contextmanager
 def replaced(instance: object, name: str, method: object) -> Iterator[None]:
-    """An instance's method ``name`` is ``method``."""
+    """Replaces an instance's method ``name`` with ``method``."""
     setattr(instance, name, method)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Inputs of small models of transformers: tokens, images and sound, in layouts that models take."""
+"""Inputs of small transformers models: tokens, images and sound, in the usual layouts."""
 
 from __future__ import annotations
 

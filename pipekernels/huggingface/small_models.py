@@ -156,7 +156,7 @@ def small_config(config: Any, *, filled: bool = False, deep: bool = False) -> An
 
 
 def _sampled_layers(fields: Mapping[str, Any]) -> list[int]:
-    """Which layers the small model has: the first, and the first one of another kind."""
+    """The layers of the small model: the first one, and the first one of another type."""
     count = _count(fields)
     words = [v for v in fields.values() if _is_list(v) and len(v) == count]
     kinds = [tuple(map(repr, kind)) for kind in zip(*words, strict=True)]
@@ -175,7 +175,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _small(name: str, value: Any, fields: Mapping[str, Any], layers: Sequence[int] | None) -> Any:
-    """What becomes of a field of a configuration, of which ``layers``, or all, are kept."""
+    """The value of a configuration's field in the small model, which keeps ``layers``, or all."""
     sizes = _DEEP_FIELDS if layers is None else _FIELDS
     size = sizes.get(name)
     if type(value) is float and ("drop" in name or "jitter" in name or name.endswith("_prob")):

@@ -1,4 +1,4 @@
-"""Experts that lie in files one by one, read as the stacked tensors of a model."""
+"""Reads experts that files hold one by one as the stacked tensors of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Slice: TypeAlias = Callable[[], Any]  # Gives safetensors' slice of a whole tens
 
 
 class Stacked:
-    """``[experts, rows, columns]``, read like a slice of safetensors: only what is asked for.
+    """``[experts, rows, columns]``, read like a slice of safetensors: only the requested part.
 
     Args:
         fused: for each of the matrices that are joined along the rows, such as gate and up, its

@@ -1,4 +1,4 @@
-"""Tries a plan on a small model: outputs and all gradients, beside those of the whole model."""
+"""Tries a plan on a small model: compares outputs and all gradients with the whole model's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ models of float64 compute some in float32: four units in its last place."""
 
 
 class Case(NamedTuple):
-    """A mode and an input of a whole model, and what comes of it."""
+    """A mode and an input of a whole model, with the results."""
 
     training: bool
     inputs: Mapping[str, Tensor]
@@ -56,7 +56,7 @@ def difference(
     divided: Mapping[str, Sequence[str]],
     world_size: int,
 ) -> str | None:
-    """How the sharded model differs from ``model``, if it does.
+    """How the sharded model differs from ``model``; None if it does not.
 
     Args:
         model: the whole model.

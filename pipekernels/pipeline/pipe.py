@@ -54,12 +54,12 @@ class Pipe(nn.Module):
         pipe(torch.randn(32, 64)).sum().backward()
 
     The interface is fairscale's and torchgpipe's, the schedule GPipe's (Huang et al., 2019). The
-    pipe's layers are the module's own. To autograd it is one node; gradients have the bits of a
-    loop over the microbatches. :doc:`/guides/pipe` says what layers may do, and what threads,
-    ranks, ``torch.compile`` and FSDP2 have to keep to.
+    pipe uses the module's own layers. To autograd it is one node; gradients have the bits of a
+    loop over the microbatches. :doc:`/guides/pipe` says what layers may do, and has the rules for
+    threads, ranks, ``torch.compile`` and FSDP2.
 
-    A recomputation draws the random numbers of its forward again from torch's default generators,
-    as under ``torch.utils.checkpoint``; from all others, also ``random`` and NumPy, new ones.
+    A recomputation repeats the random numbers that its forward drew from torch's default
+    generators, as under ``torch.utils.checkpoint``, but not those of ``random``, NumPy or others.
 
     Args:
         module: the layers. Every layer takes what the one before returns: a tensor, or a tuple,
@@ -71,8 +71,8 @@ class Pipe(nn.Module):
             stage where there is none.
         chunks: most microbatches per input. A batch of b is cut into ``min(chunks, b)``, of sizes
             that differ by at most one.
-        checkpoint: which microbatches keep their inputs only and are recomputed in the backward:
-            ``'always'``, ``'except_last'`` or ``'never'``. In evaluation mode none is.
+        checkpoint: which microbatches keep only their inputs and are recomputed in the backward:
+            ``'always'``, ``'except_last'`` or ``'never'``. None are in evaluation mode.
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
             microbatches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
@@ -157,16 +157,16 @@ class Pipe(nn.Module):
 
         Args:
             *inputs: the first layer's arguments: tensors with a dimension ``batch_dim`` of one
-                size, or tuples, lists and dicts of them. Tensors are cut into microbatches; every
-                microbatch gets other values, and tensors in ``NoChunk(tensor)``, unsplit.
+                size, or tuples, lists and dicts of them. Tensors are cut into microbatches; other
+                values, and tensors in ``NoChunk(tensor)``, go unsplit to every microbatch.
             **kwargs: the first layer's keyword arguments, cut the same way.
 
         Returns:
-            What the module returns, on the last stage's device, with tensors of all microbatches
+            The module's output, on the last stage's device, with the tensors of all microbatches
             joined along ``batch_dim``. A floating-point scalar, such as an auxiliary loss, becomes
             the mean weighted by the microbatches' rows. Any other value becomes a list
-            with an entry per microbatch, but None stays None. A pipe without layers returns its
-            input itself.
+            with an entry per microbatch, except that None stays None. A pipe without layers
+            returns its input.
 
         Raises:
             TypeError: the input, or what a stage returns, has no tensor.
@@ -201,29 +201,29 @@ class Pipe(nn.Module):
         lanes: int | None = None,
         loss_reduction: str = "mean",
     ) -> Any:
-        """Forward and backward of a mini-batch with the loss inside the pipeline, so that backwards
-        begin before all forwards have ended. Accumulates into ``.grad`` like ``loss.backward()``.
+        """Run forward, loss and backward of a mini-batch in one schedule, so that backwards begin
+        before all forwards have ended. Accumulates into ``.grad`` like ``loss.backward()``.
 
         :doc:`/guides/training` compares the schedules, and shows losses that are not a mean over
-        rows. Stages that share a parameter have different objects for it inside ``loss_fn``.
+        rows. Inside ``loss_fn``, stages that share a parameter have different objects for it.
 
         Args:
-            input: the first layer's argument, as in :meth:`forward`; a tuple or a dict has its
-                arguments or keyword arguments, if its forward takes several.
+            input: the first layer's argument, as in :meth:`forward`; if it takes several, a tuple
+                or a dict of them.
             target: tensors of the same batch size, split like the input; None if ``loss_fn`` takes
                 outputs only.
-            loss_fn: called on the last stage's lane as ``loss_fn(output, target)`` with those of
-                one microbatch; returns a scalar, or a tuple of a scalar and of other values to
-                return, in which there is a tensor.
+            loss_fn: called on the last stage's worker as ``loss_fn(output, target)``, for one
+                microbatch; returns a scalar, or a tuple of a scalar and other values to return,
+                at least one of which is a tensor.
             schedule: ``'gpipe'``, ``'1f1b'``, ``'interleaved'`` or ``'zb-h1'``.
             lanes: for ``'interleaved'``: lane ``i`` runs the stages ``i``, ``i + lanes``, ...
-            loss_reduction: what ``loss_fn`` does over its rows: ``'mean'`` (microbatches are
+            loss_reduction: how ``loss_fn`` reduces its rows: ``'mean'`` (microbatches are
                 weighted by their share of the batch) or ``'sum'``.
 
         Returns:
-            The loss of the mini-batch, a scalar without a graph; with values that ``loss_fn``
-            returns beside it, a tuple of the two. Those are joined as the outputs of a forward are,
-            with scalars weighted like the loss.
+            The loss of the mini-batch, a scalar without a graph. If ``loss_fn`` returns further
+            values, a tuple of the loss and these, joined like the outputs of a forward, with
+            scalars weighted like the loss.
 
         Raises:
             TypeError: there is no tensor in ``input``, ``target`` or what a stage returns, or
@@ -292,8 +292,8 @@ class Pipe(nn.Module):
         return len(self.to_sequential())
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        """Layer ``index`` of the wrapped module; negative ones count from the end. Of a slice, an
-        ``nn.Sequential`` of these layers."""
+        """Layer ``index`` of the wrapped module; negative ones count from the end. A slice gives an
+        ``nn.Sequential`` of its layers."""
         return self.to_sequential()[index]
 
     def __iter__(self) -> Iterator[nn.Module]:

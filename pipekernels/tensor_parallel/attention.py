@@ -27,7 +27,7 @@ class ParallelMultiheadAttention(ShardedLayer):
     """An ``nn.MultiheadAttention`` that holds a part of the heads: columns of the projections of
     queries, keys and values, rows of the output's. One all-reduce forward, one backward.
 
-    Dropout of attention weights differs between ranks, as these have other heads.
+    Dropout of attention weights differs between ranks, which hold different heads.
 
     Args:
         attention: the full layer, the same on every rank. Its parameters are copied.
@@ -37,8 +37,8 @@ class ParallelMultiheadAttention(ShardedLayer):
         in_proj_weight: ``[3 * embed_dim / world_size, embed_dim]``.
         in_proj_bias: ``[3 * embed_dim / world_size]`` or ``None``.
         out_proj: a :class:`RowParallelLinear`.
-        num_heads: of this rank.
-        head_dim, dropout, batch_first: as the full layer's.
+        num_heads: the number of this rank's heads.
+        head_dim, dropout, batch_first: as in the full layer.
 
     Raises:
         TypeError: ``attention`` is of another class, or has hooks or parametrizations.
@@ -117,7 +117,7 @@ class ParallelMultiheadAttention(ShardedLayer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As in ``nn.MultiheadAttention``; an ``attn_mask`` by head has the heads of all ranks."""
+        """As in ``nn.MultiheadAttention``. A mask with a head dimension has all ranks' heads."""
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask, which is missing; pass it")
         is_batched = query.dim() == 3

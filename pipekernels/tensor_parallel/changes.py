@@ -1,5 +1,5 @@
-"""Changes to modules that ``tensor_unparallelize`` undoes. They are noted in the modules
-themselves, so that a copy of a model has them."""
+"""Changes to modules that ``tensor_unparallelize`` undoes. The modules record them, so that a copy
+of a model has them too."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ def checkpoint_state_dict(module: nn.Module) -> dict[str, Any]:
     """The state_dict of ``module`` for ``torch.distributed.checkpoint``, with the place of each
     shard in the full tensor: :doc:`/guides/transformers` has an example.
 
-    Nothing is gathered. The memory is the model's own, so after ``dcp.load`` the model has the
-    values. Shards are tensors of the full shape without its memory, which only ``dcp.save`` and
+    Nothing is gathered. The tensors share the model's memory, so ``dcp.load`` fills the model.
+    Shards are tensors of the full shape without its memory, which only ``dcp.save`` and
     ``dcp.load`` understand.
 
     Raises:

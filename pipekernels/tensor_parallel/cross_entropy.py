@@ -24,18 +24,18 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     invariant: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.cross_entropy`` of the output of a column-parallel head, which is not
+    """``torch.nn.functional.cross_entropy`` of the output of a column-parallel head, not
     gathered: no rank holds the logits of all classes. After Shoeybi et al., "Megatron-LM" (2019).
 
     The ranks exchange three numbers per row in the forward and none in the backward. 16-bit logits
-    are widened to float32, as under autocast, which is the dtype of the loss.
+    are widened to float32, the dtype of the loss, as under autocast.
 
     Args:
         logits: ``[..., shard_sizes(num_classes, world_size)[rank]]``, a floating-point dtype.
         target: integers of shape ``[...]``, the same on every rank.
-        num_classes: of all ranks.
+        num_classes: the number of classes of all ranks together.
         comm: the communicator.
-        ignore_index: a target whose row has no loss and no gradient.
+        ignore_index: rows with this target have no loss and no gradient.
         reduction: ``'mean'`` (over rows that are not ignored; NaN if there are none), ``'sum'`` or
             ``'none'``.
         label_smoothing: in ``[0, 1]``: the weight of the uniform distribution in the target.

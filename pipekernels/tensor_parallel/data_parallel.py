@@ -1,5 +1,5 @@
-"""Data parallelism around sharded layers: FSDP2's parameters; DistributedDataParallel, which is
-refused over ranks that hold different shards."""
+"""Data parallelism around sharded layers: FSDP2's parameters, and a check that
+DistributedDataParallel does not average over ranks that hold different shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_data_parallel(comm: Communicator) -> None:
     A collective at the first call in a DistributedDataParallel.
 
     Raises:
-        RuntimeError: it does, and has overwritten the shards of all of them with those of one.
+        RuntimeError: it does, and has overwritten the shards of all ranks with those of one.
     """
     ddp = None if torch.compiler.is_compiling() else active_ddp()
     if ddp is None or comm.world_size == 1:

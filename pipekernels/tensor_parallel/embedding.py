@@ -18,15 +18,15 @@ from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 
 class VocabParallelEmbedding(ShardedLayer):
-    """An embedding that holds a part of the rows; each rank looks up those that it has, and an
-    all-reduce gives all of them to every rank. After Shoeybi et al., "Megatron-LM" (2019).
+    """An embedding that holds a part of the rows. Each rank looks up the rows that it holds, and an
+    all-reduce combines them on every rank. After Shoeybi et al., "Megatron-LM" (2019).
 
     The forward takes integers of any shape, the same on all ranks, and gives
     ``[*shape, embedding_dim]`` on every rank. The backward needs no collective.
 
     Args:
-        num_embeddings: of the full layer; if not divisible, the first ranks hold one more.
-        embedding_dim: of the full layer.
+        num_embeddings: as in the full layer; if not divisible, the first ranks hold one more.
+        embedding_dim: as in the full layer.
         padding_idx: index of a row whose gradient is zero, as for ``nn.Embedding``.
         comm: the communicator whose ranks hold the layer.
         invariant, device, dtype: as for :class:`RowParallelLinear`.

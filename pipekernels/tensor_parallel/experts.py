@@ -1,11 +1,11 @@
-"""Experts of a mixture, sharded over the ranks of a communicator.
+"""Mixtures of experts, sharded over the ranks of a communicator.
 
-Every rank has all tokens and the whole router. Either it holds a slice of every expert's inner
-features (after Shazeer et al., "Mesh-TensorFlow", 2018), or it holds some of the experts
+Every rank has all tokens and the whole router. It holds either a slice of every expert's inner
+features (after Shazeer et al., "Mesh-TensorFlow", 2018), or some of the experts
 (expert parallel, after Lepikhin et al., "GShard", 2020). The outputs of all ranks are summed by
 one all-reduce, and so are the gradients of the hidden states and of the routing weights.
 
-A rank multiplies each token by the experts that it is routed to:
+A rank multiplies each token by the experts to which it is routed:
 
 =================  ========================================  =============================
 shapes             inside                                    expert parallel
@@ -46,7 +46,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 class ParallelExperts(ShardedLayer):
-    """A rank's part of a module of experts whose weights are stacked, as those of transformers.
+    """A rank's part of a module of experts with stacked weights, as transformers has them.
 
     The forward takes hidden states ``[T, H]``, the chosen experts ``[T, K]`` (integers), and their
     weights ``[T, K]``, all the same on every rank, and gives ``[T, H]`` on every rank. A module
@@ -169,7 +169,7 @@ class ParallelExperts(ShardedLayer):
         return y + (top_k_weights.unsqueeze(-1) * bias[top_k_index]).sum(1).to(y.dtype)
 
     def _own_part(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """This rank's summand of the output, ``[T, H]``."""
+        """This rank's partial sum of the output, ``[T, H]``."""
         parameters, first = self._parameters, self.first
         b1 = parameters.get(f"{first}_bias")
         b2 = parameters.get("down_proj_bias") if self.expert_parallel else None
@@ -226,7 +226,7 @@ class ParallelExperts(ShardedLayer):
         return result
 
     def reset_parameters(self) -> None:
-        """Not possible: how experts are initialised is their model's."""
+        """Raises: the model, not this layer, initialises its experts."""
         raise TypeError(
             f"{self._described()} does not know how its model initialises experts; initialise the "
             "model, then shard it"

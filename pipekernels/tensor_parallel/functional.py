@@ -79,7 +79,7 @@ def shard_sizes(size: int, world_size: int) -> list[int]:
 
 
 def shard_spans(size: int, world_size: int, heads: Heads | None = None) -> list[tuple[int, int]]:
-    """Where the features that each rank holds lie among all ``size``: start and size, by rank.
+    """Where the features of each rank lie among all ``size``: start and size, by rank.
 
     Without ``heads``, sizes are those of :func:`shard_sizes`. Else ranks hold whole groups: a key
     head and the query heads that read it; the first ranks hold one more. With fewer groups than
@@ -126,7 +126,7 @@ def check_heads(heads: Heads | None, world_size: int) -> None:
 
 
 def copy_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
-    """A view of the replicated ``x``, from which each rank computes its own part of the layer."""
+    """A view of the replicated ``x``, from which each rank computes its part of the layer."""
     if can_skip_dispatcher([x]):
         return x.view_as(x)
     return _step(x, comm, "rank", _same, _sum)
@@ -155,8 +155,8 @@ def scatter_to_ranks(x: Tensor, comm: Communicator) -> Tensor:
 
 
 def gather_from_ranks(x: Tensor, comm: Communicator, size: int | Sequence[int]) -> Tensor:
-    """The slices of all ranks, ``[..., shard_sizes(size, world_size)[rank]]``, joined along the
-    last dimension for a replicated loss: ``[..., size]``. ``size`` may be the sizes by rank."""
+    """Joins the slices of all ranks, ``[..., shard_sizes(size, world_size)[rank]]``, along the last
+    dimension to ``[..., size]``, for a replicated loss. ``size`` may also be the sizes by rank."""
     sizes = shard_sizes(size, comm.world_size) if isinstance(size, int) else size
     return _step(x, comm, sizes, _join_slices, _own_slice)
 

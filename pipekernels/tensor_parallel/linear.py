@@ -23,7 +23,7 @@ grad of x     all-reduce of ``[N, K]``     ``[N, K / R]``, no collective
 
 ``gather_output=True`` all-gathers y to ``[N, M]``, ``input_is_parallel=False`` takes the replicated
 ``[N, K]``, and ``reduce="reduce_scatter"`` leaves ``[N / R, M]`` on each rank. How products are
-computed is chosen in ``tensor_parallel.products``; in what order they are summed, in
+computed is chosen in ``tensor_parallel.products``; the order in which they are summed, in
 :mod:`pipekernels.tensor_parallel.arithmetic`.
 """
 
@@ -175,11 +175,11 @@ class RowParallelLinear(ShardedLinear):
     :doc:`/guides/tensor_parallel` has initialisation, state dicts and copies.
 
     Args:
-        in_features: of the full layer; if not divisible, the first ranks hold one more.
-        out_features: of the full layer.
-        bias: whether there is one; replicated, and added once, after the reduction.
+        in_features: as in the full layer; if not divisible, the first ranks hold one more.
+        out_features: as in the full layer.
+        bias: whether there is one. It is replicated, and added once, after the reduction.
         comm: the communicator whose ranks hold the layer.
-        input_is_parallel: the input holds only this rank's features; else it is the replicated one.
+        input_is_parallel: the input holds only this rank's features; otherwise it is replicated.
         heads: of attention, see :class:`ColumnParallelLinear`.
         reduce: ``'all_reduce'``: the full output on every rank. ``'reduce_scatter'``: this rank's
             slice of the output's first dimension, which the world size must divide. ``'none'``:
@@ -287,16 +287,16 @@ class ColumnParallelLinear(ShardedLinear):
     ``[..., out_features / world_size]``; the backward all-reduces the gradient of the input.
 
     Args:
-        in_features: of the full layer.
-        out_features: of the full layer; if not divisible, the first ranks hold one more.
-        bias: whether there is one; sharded like the output.
+        in_features: as in the full layer.
+        out_features: as in the full layer; if not divisible, the first ranks hold one more.
+        bias: whether there is one. It is sharded like the output.
         comm: the communicator whose ranks hold the layer.
         gather_output: return the full output on every rank, instead of this rank's features.
         blocks: sizes of the layers that are fused into this one (``qkv``, ``gate_up_proj``), whose
             sum is ``out_features``: each is sharded by itself.
-        heads: the number of attention heads to which the features belong, and that of key heads:
-            ``(14, 2)`` for queries, ``(2, 2)`` for keys and values. Ranks hold whole heads,
-            several the same if there are fewer (:doc:`/guides/tensor_parallel` has a table).
+        heads: the number of attention heads to which the features belong, and of key heads:
+            ``(14, 2)`` for queries, ``(2, 2)`` for keys and values. Ranks hold whole heads; with
+            fewer heads than ranks, several hold the same (:doc:`/guides/tensor_parallel`).
         skip_bias_add, invariant, device, dtype: as for :class:`RowParallelLinear`.
 
     Attributes:

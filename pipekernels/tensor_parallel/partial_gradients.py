@@ -1,9 +1,9 @@
 """Replicated parameters between a column-parallel and a row-parallel layer.
 
-There every rank sees its own features only, so such a parameter (Qwen3's norms of queries and keys)
+There, a rank sees only its own features. So such a parameter (Qwen3's norms of queries and keys)
 gets a different partial gradient on each rank, and the ranks' copies would drift apart without an
-error. :func:`sum_gradients` sums these gradients over the ranks; :func:`check_gradients` finds the
-parameters that lack it.
+error. :func:`sum_gradients` sums these gradients over the ranks; :func:`check_gradients` finds
+parameters whose gradients are not summed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def sum_gradients(module: nn.Module, comm: Communicator, arithmetic: type[Plain]
 
 
 def split_output(module: nn.Module, comm: Communicator, heads: Heads | None) -> None:
-    """Let ``module`` return this rank's part of its output's last dimension."""
+    """Make ``module`` return this rank's part of its output's last dimension."""
 
     def own_part(module: nn.Module, args: object, output: Tensor) -> Tensor:
         return output.narrow(-1, *shard_spans(output.shape[-1], comm.world_size, heads)[comm.rank])

@@ -1,7 +1,7 @@
 """The products of sharded layers, each of which chooses once how it is computed.
 
 On CPUs, a few rows without derivatives have their own kernel
-(:mod:`pipekernels.local_ops.skinny_gemm`), all else is the library's. On GPUs see
+(:mod:`pipekernels.local_ops.skinny_gemm`); the library computes all others. On GPUs see
 :mod:`pipekernels.local_ops.sharded_gemm`. A compiled program calls the operators at the end of this
 file, which make the same choice at run time, with the same bits.
 """

@@ -33,9 +33,9 @@ class ShardedLayer(nn.Module):
     Attributes:
         comm, blocks, heads, invariant: see :class:`Sharding`.
         rank, world_size: of the communicator.
-        shards: by rank, the number of the shard that it holds; several may hold the same.
+        shards: for each rank, the number of its shard; several ranks may hold the same.
         name: of the layer in its model, for errors.
-        arithmetic: how it computes.
+        arithmetic: how it computes: plain, or invariant.
     """
 
     # Parameter name -> its sharded dimension in the full layer; others are replicated.

@@ -53,7 +53,7 @@ def full_optimizer_state_dict(
 ) -> dict[str, Any]:
     """The state_dict of ``optimizer`` with the state of every sharded parameter gathered.
 
-    A collective. :func:`load_full_optimizer_state_dict` loads it on any world size, and into the
+    A collective. :func:`load_full_optimizer_state_dict` loads it for any world size, and for the
     model without shards.
 
     Args:
@@ -62,7 +62,7 @@ def full_optimizer_state_dict(
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}, ...]}``, with the
-        names of :func:`full_state_dict`, as torch's ``get_optimizer_state_dict``. Copies.
+        names of :func:`full_state_dict`, as from torch's ``get_optimizer_state_dict``; copies.
 
     Raises:
         TypeError: state of a sharded parameter has another shape, as in ``Adafactor``; or its layer
@@ -95,7 +95,7 @@ def load_full_optimizer_state_dict(
         module: the model, with or without sharded layers.
         optimizer: of the same class as the one that was saved.
         state_dict: the same on every rank; or ``optimizer.state_dict()`` of the model without
-            shards, which has numbers for parameters instead of names.
+            shards, which numbers the parameters instead of naming them.
 
     Raises:
         TypeError: a sharded layer has a parametrization or a mask.

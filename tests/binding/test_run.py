@@ -67,9 +67,9 @@ def test_a_dry_run_prints_places_only(capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "message"),
     [
         (["--nproc-per-node", "gpu"], "must be a number or 'auto', got 'gpu'"),
-        (["--nproc-per-node", "0"], "0 ranks cannot be bound"),
+        (["--nproc-per-node", "0"], "0 ranks cannot each have"),
         (["--nproc-per-node", "100000"], "start 1 to [0-9]+ ranks"),
-        (["--numa-binding", "node"], "use torchrun for it"),
+        (["--numa-binding", "node"], "use torchrun with"),
     ],
 )
 def test_what_cannot_be_bound_is_refused(arguments: list[str], message: str) -> None:

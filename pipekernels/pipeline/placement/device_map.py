@@ -38,10 +38,10 @@ def move_to_device(data: Any, device: DeviceLike) -> Any:
     """``data`` with every tensor in it on ``device``, differentiably.
 
     Tuples, lists, dicts and other containers that torch's pytree knows are rebuilt with the copies.
-    Other objects with a ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are
-    moved by it. All other objects, and modules, are returned unchanged: register classes of your
-    own, such as dataclasses, by ``torch.utils._pytree.register_pytree_node``. Copies to and from
-    CUDA devices are those of :func:`pipekernels.ops.p2p_copy`.
+    Objects with a ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are moved by
+    it. Other objects, and modules, are returned unchanged: register your own classes, such as
+    dataclasses, by ``torch.utils._pytree.register_pytree_node``. Copies to and from CUDA devices
+    are those of :func:`pipekernels.ops.p2p_copy`.
 
     Raises:
         TypeError: ``device`` is not one; see :func:`get_device`.
@@ -118,7 +118,7 @@ def parallelize_pipeline(model: nn.Module, module_to_device: Mapping[str, Placem
         RuntimeError: ``model`` or a module in it is parallelized already, or torch knows no device
             of a name, or cannot use it.
 
-    After one of these nothing has been changed.
+    After an error, nothing has been changed.
     """
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("module_to_device", module_to_device, Mapping, "a mapping of names to devices")

@@ -63,8 +63,8 @@ class Phase(NamedTuple):
 
 
 class Timeline:
-    """Records the forwards and backwards of a pipe in ``with pipe.timeline() as timeline:``, but
-    no backward of a forward outside of it that has run all stages as one.
+    """Records the forwards and backwards of a pipe in ``with pipe.timeline() as timeline:``, except
+    backwards of earlier forwards that have run all stages as one.
 
     For stages on CUDA devices it records the device's time, not the time of issue; the thread waits
     for the devices before and after each forward and backward. Copies between devices are not

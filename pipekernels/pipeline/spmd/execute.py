@@ -45,8 +45,8 @@ def execute_pipeline(
     mesh: DeviceMesh | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Run a batch through stages on the ranks of a mesh dimension; all of these ranks must call it,
-    and run the backward of the same loss (:doc:`/guides/spmd`).
+    """Run a batch through stages on the ranks of a mesh dimension. All of them call it, and run the
+    backward of the same loss (:doc:`/guides/spmd`).
 
     Args:
         module: this rank's stage; takes a tensor and returns one.
@@ -58,7 +58,7 @@ def execute_pipeline(
         args, kwargs: more arguments of the module, passed whole with every microbatch.
 
     Returns:
-        What the last stage returned, microbatches joined along dimension 0; zeros of the same
+        The last stage's output, with microbatches joined along dimension 0; zeros of the same
         shape and dtype on all other stages.
 
     Raises:
@@ -112,10 +112,10 @@ def execute_pipeline_step(
     mesh: DeviceMesh | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """One iteration of a pipeline, for custom loops: each stage works, then passes on.
+    """One iteration of a pipeline, for custom loops: each stage computes, then sends its result.
 
-    Until the first microbatch has reached a stage, and after the last one has left it, the module
-    works on whatever it is given. Random numbers are those of the rank's own generators.
+    Before the first microbatch reaches a stage, and after the last one leaves it, the module gets
+    meaningless input. Random numbers come from the rank's own generators.
 
     Args:
         module: this rank's stage; its results have the shape and dtype of ``state``.

@@ -17,7 +17,7 @@ from pipekernels.pipeline.stage.context import is_recomputing
 
 
 class DeferredBatchNorm(BatchNormBase):
-    """Normalises each microbatch by its own statistics; updates running ones once per mini-batch.
+    """Normalises each microbatch by its statistics; updates running ones once per mini-batch.
 
     Statistics of microbatches are merged one by one (Chan, Golub and LeVeque, 1983). ``Pipe`` and
     ``execute_pipeline`` call :meth:`commit` after every mini-batch's forward, however many
@@ -113,8 +113,8 @@ def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
-    """Make every ``nn.BatchNorm1d/2d/3d`` in ``module`` a :class:`DeferredBatchNorm`, but no
-    ``nn.SyncBatchNorm``. One that is deferred already gets another number of chunks.
+    """Make every ``nn.BatchNorm1d/2d/3d`` in ``module``, except ``nn.SyncBatchNorm``, a
+    :class:`DeferredBatchNorm`. One that is deferred already gets the new number of chunks.
 
     Parameters, statistics, hooks and state_dict keys stay the same.
 

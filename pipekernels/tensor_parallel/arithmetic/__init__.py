@@ -2,9 +2,9 @@ r"""Layers whose results have the same bits on any number of ranks.
 
 A sum of floating-point numbers depends on its order. So here the order does not depend on the
 ranks. The sharded dimension is cut into ``SLABS`` slabs, of which each rank holds the same
-number. Every product is taken slab by slab: always of the same shape, so that the library runs the
-same kernel with the same blocking. Sums over slabs are kept in float32 (float64 for float64), and
-added by one binary tree::
+number. Products are computed slab by slab: their shapes are always the same, so the library runs
+the same kernel with the same blocking. Sums over slabs are kept in float32 (float64 for float64),
+and added by one binary tree::
 
     slab       0   1   2   3   4   5   6   7
                 \ /     \ /     \ /     \ /
@@ -14,7 +14,7 @@ added by one binary tree::
                         \         /
                              +                  the all-reduce (``order="tree"``) what remains
 
-Rounding to the layer's dtype comes last. A world size of 1 does the same without peers.
+Rounding to the layer's dtype comes last. A single rank does the same without peers.
 
 =============  ==============================  ========================================
 layer          forward                         backward

@@ -1,4 +1,4 @@
-"""Gives the sharded layers of a model weights of int8."""
+"""Quantizes the sharded layers of a model to int8."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def quantize_weights(model: Model) -> Model:
-    """Give sharded linear layers and experts weights of int8, in place, for inference.
+    """Quantize the weights of sharded linear layers and experts to int8, in place, for inference.
 
     A collective, after loading; returns ``model``, whose parameters no longer require gradients.
-    :doc:`/guides/transformers` says what stays in floats, and what state dicts have.
+    :doc:`/guides/transformers` says what stays in floats, and what state dicts contain.
 
     Args:
         model: with sharded layers, in float32, bfloat16 or float16.
@@ -65,7 +65,7 @@ def quantize_weights(model: Model) -> Model:
 
 
 def _check_finite(layers: list[Any]) -> None:
-    """Raise ValueError on all ranks if a weight is not finite on one."""
+    """Raise ValueError on all ranks if any rank has a weight that is not finite."""
     bad = [
         not all(bool(p.isfinite().all()) for p in layer._plain_parameters().values())
         for layer in layers

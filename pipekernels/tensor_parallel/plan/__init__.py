@@ -1,4 +1,4 @@
-"""Whole models: which layers a plan shards how, and the way there and back."""
+"""Shards whole models by a plan, and undoes it."""
 
 from pipekernels.tensor_parallel.plan.providers import register_plan_provider
 from pipekernels.tensor_parallel.plan.torch_layers import TorchLayers

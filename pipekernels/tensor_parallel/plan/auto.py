@@ -1,4 +1,4 @@
-"""The plan ``"auto"``: what a library knows of a model, and what such plans leave out."""
+"""The plan ``"auto"``: from the library of a model, completed where such plans are incomplete."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
 def _attributes(
     model: nn.Module, provided: ProvidedPlan, cut: Mapping[str, Heads], world_size: int
 ) -> dict[str, dict[str, list[int]]]:
-    """What becomes of the attributes of modules that depend on the number of heads, by rank."""
+    """The values, by rank, of module attributes that depend on the number of heads."""
     found: dict[str, dict[str, list[int]]] = {}
     for name, module in model.named_modules():
         keys = [k for p, own in provided.divided.items() if fnmatchcase(name, p) for k in own]

@@ -18,8 +18,8 @@ less; another part of a sum, or heads that are mixed up, by about 1."""
 
 
 def outputs_of(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> Outputs:
-    """What the modules of ``model`` return in one forward in evaluation mode, by name, in the order
-    in which they return."""
+    """The outputs of the modules of ``model`` in one forward in evaluation mode, by name, in the
+    order in which modules return."""
     found: Outputs = {}
 
     def note(name: str, output: Any) -> None:
@@ -48,7 +48,7 @@ def outputs_of(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> Outputs:
 
 def first_difference(whole: Outputs, sharded: Outputs) -> tuple[str, float] | None:
     """The first module whose outputs differ, and by how much, relative to the largest magnitude.
-    Outputs of other shapes are those inside of sharded parts."""
+    Outputs inside sharded parts have other shapes and are skipped."""
     for name, outputs in sharded.items():
         for a, b in zip(whole.get(name, ()), outputs, strict=False):
             if a.shape != b.shape or a.numel() == 0:

@@ -1,4 +1,4 @@
-"""The kinds of a plan: what becomes of a module.
+"""The kinds of a plan: how modules are changed.
 
 A kind knows which modules it takes, how it shards or changes them, and what the ranks exchange. A
 new one is an instance in ``KINDS``, perhaps of a new class.
@@ -37,7 +37,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """What becomes of a module."""
+    """How a module is changed."""
 
     word: str
     """Its name in a plan."""
@@ -45,7 +45,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class HookKind(Kind):
-    """Modules of any class, which stay and get hooks."""
+    """Modules of any class, which are kept and get hooks."""
 
     add_hooks: Callable[..., None]
     """``add_hooks(module, comm, arithmetic)``; with ``heads=`` too if in ``_CUT_BY_HEADS``."""
@@ -109,7 +109,7 @@ class LayerKind(Kind):
 
 @dataclass(frozen=True)
 class ExpertsKind(LayerKind):
-    """Stacked experts, of which a rank holds a slice of each, or some."""
+    """Stacked experts: a rank holds a slice of each expert, or some experts."""
 
     expert_parallel: bool = False
 
@@ -141,7 +141,7 @@ def _experts(
 
 
 def _shape_of_experts(layer: Any) -> Shape:
-    """That of the second product."""
+    """The shape of the second product's weight."""
     experts, *sizes = layer.down_proj.shape
     first = layer._parameters.get("gate_up_proj", layer._parameters.get("up_proj"))
     return experts, *sorted(sizes, key=lambda size: size not in first.shape[1:])
@@ -166,8 +166,8 @@ def _sum_and_split(
 def _split_alibi(
     module: nn.Module, comm: Communicator, arithmetic: type[Plain], heads: Heads | None = None
 ) -> None:
-    """Let ``module`` take of its argument ``alibi``, ``[batch * heads, ...]``, the heads of this
-    rank; its attribute ``num_heads`` is their number."""
+    """Cut the argument ``alibi`` of ``module``, ``[batch * heads, ...]``, down to the heads of this
+    rank. The attribute ``num_heads`` of ``module`` is their number."""
 
     # A function: deepcopy leaves it as it is, so a copied model shares the communicator.
     def split(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -286,7 +286,7 @@ _ALIASES = {
 
 
 def parse(word: Any) -> Kind | None:
-    """The kind that ``word`` names, in our words or transformers'; None if there is none."""
+    """The kind that ``word`` names, here or in transformers; None if it names none."""
     word, *heads = word.split("/") if isinstance(word, str) else [""]
     if heads:
         kind, counts = parse(word), [int(number) for number in heads if number.isdecimal()]

@@ -1,4 +1,4 @@
-"""What a plan does to the modules of a model, before anything is done."""
+"""Resolves a plan for a model before anything is changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipekernels.tensor_parallel.plan.ties import tied_layers
 
 
 class Matched(NamedTuple):
-    """A plan, resolved. Modules have their name and kind."""
+    """A resolved plan: modules with their names and kinds."""
 
     layers: dict[nn.Module, tuple[str, LayerKind]]
     """Layers that sharded layers replace."""
@@ -40,7 +40,7 @@ def match(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], world_siz
 
     Raises:
         TypeError: a pattern matches a module of a class that cannot be sharded, or one with extras.
-        ValueError: otherwise, the plan does not fit the model.
+        ValueError: the plan does not fit the model otherwise.
     """
     attributes: Mapping[str, Mapping[str, Sequence[int]]] = {}
     if not isinstance(plan, str):
@@ -89,7 +89,7 @@ def _parsed(plan: Mapping[str, str]) -> dict[str, Kind]:
 
 
 def _parts(name: str, module: nn.Module, kind: Kind | None) -> list[Part]:
-    """The layers of which ``module`` consists, perhaps itself only, if it is to be sharded."""
+    """The layers to shard in ``module``, perhaps only itself."""
     if not isinstance(kind, LayerKind):
         return []
     parts = (provider.parts_of(name, module, kind) for provider in PROVIDERS)

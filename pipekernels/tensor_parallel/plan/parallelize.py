@@ -38,10 +38,10 @@ def tensor_parallelize(
 ) -> Model:
     """Replace the layers that ``plan`` names by this rank's shards of them, in place.
 
-    A collective: all ranks call it, and compare which layers they shard. Let each column-parallel
-    layer feed a row-parallel one: the model's result is then unchanged, at one all-reduce per pair
-    in the forward and one in the backward. :doc:`/guides/tensor_parallel` lists the kinds, what
-    modules between the two must observe, and what optimizers, DDP and FSDP need.
+    A collective: all ranks call it, and check that they shard the same layers. Let each
+    column-parallel layer feed a row-parallel one: the model's result is then unchanged, at one
+    all-reduce per pair in the forward and one in the backward. :doc:`/guides/tensor_parallel` lists
+    kinds, rules for modules between the two, and what optimizers, DDP and FSDP need.
 
     Args:
         model: the full model, perhaps with LoRA adapters of peft (plans then use the names of the
@@ -67,7 +67,7 @@ def tensor_parallelize(
         TypeError: a pattern matches a module that is not of a kind's class, or one with a
             parametrization, an adapter or hooks (register them afterwards).
         ValueError: a pattern matches nothing or the model itself; patterns that match one layer
-            disagree; a kind is unknown; a layer cannot be shared out, or shares a parameter with a
+            disagree; a kind is unknown; a layer cannot be divided, or shares a parameter with a
             module that is not sharded the same way; ranks differ in layers or weights; ``"auto"``
             finds no plan; or outputs for ``check`` differ. The model is then unchanged.
     """
@@ -146,7 +146,7 @@ def _shard(
 
 
 def _warn_of_whole_layers(model: nn.Module, full_elements: int, world_size: int) -> None:
-    """Warn if a rank still holds most of the elements."""
+    """Warn if each rank still holds most of the elements."""
     share = _elements(model) / max(1, full_elements)
     if 1 - share < 0.2 * (1 - 1 / world_size):
         warnings.warn(

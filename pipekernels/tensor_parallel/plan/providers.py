@@ -1,4 +1,4 @@
-"""Libraries of models tell ``tensor_parallelize`` what it cannot see in a model."""
+"""Lets model libraries tell ``tensor_parallelize`` what it cannot see in a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Part: TypeAlias = tuple[str, nn.Module, LayerKind]  # Name, layer and kind.
 
 
 class ProvidedPlan(NamedTuple):
-    """What a library knows of a model."""
+    """What a library knows about a model."""
 
     words: Mapping[str, str]
     """Kinds by patterns for module names. Some patterns may match nothing in this model."""
@@ -26,8 +26,8 @@ class ProvidedPlan(NamedTuple):
 
 
 class PlanProvider:
-    """What a library knows of its models. Every method is a no-op by default. A provider must not
-    import the library: where a model is of that library, it is in ``sys.modules``."""
+    """What a library knows about its models. By default, methods do nothing. A provider must not
+    import the library: if a model is from it, it is in ``sys.modules``."""
 
     def base_of(self, model: nn.Module) -> nn.Module:
         """The model whose names plans use, inside a wrapper of the library."""
@@ -41,11 +41,11 @@ class PlanProvider:
         """
 
     def parts_of(self, name: str, module: nn.Module, kind: LayerKind) -> list[Part]:
-        """The layers of which ``module`` consists, if of several."""
+        """The layers of ``module``, if it consists of several."""
         return []
 
     def prepare(self, model: nn.Module) -> None:
-        """Change what must be different in a model with sharded layers."""
+        """Change what a model with sharded layers needs changed."""
 
 
 PROVIDERS: list[PlanProvider] = []

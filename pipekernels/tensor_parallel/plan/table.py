@@ -1,4 +1,4 @@
-"""A plan as a table, before anything is sharded."""
+"""Shows a plan as a table before anything is sharded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipekernels.tensor_parallel.plan.providers import base_of
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """Layers of one kind and size whose names differ in numbers only."""
+    """Layers of one kind and size whose names differ only in numbers."""
 
     name: str
     """With ``*`` in place of numbers that differ."""
@@ -75,8 +75,8 @@ class ModelPlan:
 def plan_for(
     model: nn.Module, world_size: int, plan: Mapping[str, str] | Literal["auto"] = "auto"
 ) -> ModelPlan:
-    """What ``tensor_parallelize(model, plan, comm)`` will do on ``world_size`` ranks. The model
-    stays as it is; it may be on the meta device.
+    """What ``tensor_parallelize(model, plan, comm)`` will do on ``world_size`` ranks. The model is
+    not changed, and may be on the meta device.
 
     Args:
         model: the full model.
@@ -128,7 +128,7 @@ def plan_for(
 
 
 def _chosen_share(block: nn.Module, experts: nn.Module) -> float:
-    """The share of its experts that a token is routed to; 1 if its router does not say."""
+    """The share of its experts to which a token is routed; 1 if its router does not say."""
     count = next(p.shape[0] for p in experts.parameters())
     choices = (getattr(module, "top_k", None) for module in block.modules())
     return next((choice / count for choice in choices if isinstance(choice, int)), 1.0)

@@ -22,7 +22,7 @@ def tied_layers(
     """Groups of layers to shard that share their weight.
 
     Raises:
-        ValueError: a layer to shard shares a parameter otherwise.
+        ValueError: a layer to shard shares a parameter in another way.
     """
     tied = []
     for parameter, owners in _shared_parameters(model).items():

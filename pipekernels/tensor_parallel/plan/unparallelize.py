@@ -14,8 +14,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def tensor_unparallelize(model: Model) -> Model:
-    """Replace all sharded layers by full ones that have the values of all shards, in place,
-    and undo what :func:`tensor_parallelize` has changed in other modules.
+    """Replace all sharded layers, in place, by full ones with the values of all shards, and undo
+    what :func:`tensor_parallelize` has changed in other modules.
 
     A collective: all ranks call it, and all get the full model. Make optimizers afterwards: the
     layers have new parameters. :func:`full_optimizer_state_dict`, called before, keeps the state.
@@ -27,7 +27,7 @@ def tensor_unparallelize(model: Model) -> Model:
         ``model``.
 
     Raises:
-        TypeError: a sharded layer has hooks, a parametrization or a mask, which would be lost, or
+        TypeError: a sharded layer has hooks, a parametrization or a mask, which would be lost; or
             the model itself is a sharded layer. The model is then unchanged.
     """
     if isinstance(model, ShardedLayer):
