@@ -32,10 +32,10 @@ class Watching(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def loop_of(model: Model, dtype: torch.dtype) -> tuple[Loop, nn.Sequential]:
+def loop_of(model: Model, dtype: torch.dtype, chunks: int = CHUNKS) -> tuple[Loop, nn.Sequential]:
     module = model.build(dtype)
     dim, copies = model.options.get("batch_dim", 0), model.writes_to_inputs
-    return Loop(cut(module, model.balance), CHUNKS, dim, copies=copies), module
+    return Loop(cut(module, model.balance), chunks, dim, copies=copies), module
 
 
 def autocast(model: Model):
@@ -66,13 +66,6 @@ def test_bits_of_the_loop(name: str, way: str, execution: str, checkpoint: str) 
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 if model.has_sums else 0)
 
 
-def without_a_pipe(model: Model) -> tuple[Loop, nn.Sequential]:
-    """The whole batch as one microbatch."""
-    module = model.build(torch.float64)
-    dim, copies = model.options.get("batch_dim", 0), model.writes_to_inputs
-    return Loop([module], 1, dim, copies=copies), module
-
-
 BY_ROW = [name for name, model in MODELS.items() if model.is_by_row]
 
 
@@ -81,7 +74,7 @@ BY_ROW = [name for name, model in MODELS.items() if model.is_by_row]
 def test_equals_the_model(name: str, way: str, device: torch.device) -> None:
     model = MODELS[name]
     args, stages = model.inputs(torch.float64), len(model.balance)
-    plain, reference = without_a_pipe(model)
+    plain, reference = loop_of(model, torch.float64, 1)  # The whole batch is one micro-batch.
     outputs, flags, grads, *_ = results(plain, way, args, reference, stages)
     module = model.build(torch.float64)
     pipe = Pipe(module, model.balance, devices=[device] * stages, chunks=CHUNKS, **model.options)

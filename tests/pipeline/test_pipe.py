@@ -9,25 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support.function_layer import FunctionLayer
-from support.pipes import (
-    Pipe,
-    assert_same_gradients,
-    on_cpus,
-    pipe_of,
-)
+from support.pipes import Pipe, assert_same_gradients, on_cpus, pipe_of
+from support.pipes import normed_mlp as mlp
 from torch import nn
 
 from pipekernels import is_checkpointing, is_recomputing
 
 MODES = ["always", "except_last", "never"]
-
-
-def mlp(width: int = 6, dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    torch.manual_seed(3)
-    layers: list[nn.Module] = []
-    for _ in range(2):
-        layers += [nn.Linear(width, width), nn.Tanh()]
-    return nn.Sequential(*layers, nn.LayerNorm(width)).to(dtype)
 
 
 def on(place: torch.device, module: nn.Sequential, balance: list[int], **kwargs: object) -> Pipe:
@@ -67,13 +55,6 @@ def test_some_micro_batches_of_an_output_have_a_gradient(place: torch.device) ->
     x = torch.tensor([[1.0], [-1.0]], requires_grad=True)
     pipe(x).sum().backward()
     assert torch.equal(x.grad, torch.tensor([[1.0], [0.0]]))
-
-
-def test_dtypes_that_differ_between_micro_batches(place: torch.device) -> None:
-    widen = FunctionLayer(lambda x: x if x.sum() > 0 else x.double())
-    pipe = pipe_of(widen, nn.Identity(), device=place)
-    x = torch.tensor([[1.0], [-1.0]])
-    assert torch.equal(pipe(x), x.double()) and pipe(x).dtype == torch.float64
 
 
 def test_a_parameter_in_another_layout(place: torch.device) -> None:
@@ -125,22 +106,6 @@ def test_double_backward_raises() -> None:
     # The first backward must raise: its result has no graph, so a second one might raise nothing.
     with pytest.raises(RuntimeError, match="a pipe can be differentiated once only"):
         torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
-
-
-def test_several_backwards_at_once_are_refused(execution: str) -> None:
-    pipe = on_cpus(mlp(), [2, 3], chunks=2)
-    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    grads = torch.eye(24, dtype=torch.float64).view(24, 4, 6)
-    for backwards in (
-        lambda output: torch.autograd.grad(output, x, grads, is_grads_batched=True),
-        lambda output: torch.vmap(lambda grad: torch.autograd.grad(output, x, grad))(grads),
-    ):
-        with pytest.raises(RuntimeError, match="vmap|transformed"):  # By torch.
-            backwards(pipe(x))
-    output = pipe(x)
-    each = [torch.autograd.grad(output, x, grad, retain_graph=True)[0] for grad in grads]
-    expected = torch.autograd.functional.jacobian(pipe.to_sequential(), x)
-    torch.testing.assert_close(torch.stack(each), expected.view(24, 4, 6))
 
 
 class Two(nn.Module):

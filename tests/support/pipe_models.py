@@ -260,6 +260,12 @@ MODELS: dict[str, Model] = {
     ),
     "autocast": Model(mlp, [3, 1, 1, 1], is_by_row=False, autocast=True),
     "in place": Model(in_place, [2, 1, 2, 1], writes_to_inputs=True),
+    "in place, columns": Model(
+        in_place,
+        [2, 1, 2, 1],
+        lambda: (randn(WIDTH, ROWS).t().requires_grad_(),),
+        writes_to_inputs=True,
+    ),
     "lent": Model(lends, [1, 1, 1, 1], has_sums=True),
     "embedding": Model(lambda: [nn.Embedding(5, WIDTH), linear()], [1, 1], EMBEDDED),
     "transposed": Model(transposed, [2, 3], lambda: (randn(ROWS, 20, 64).requires_grad_(),)),

@@ -54,6 +54,12 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)).double()
 
 
+def normed_mlp() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6)
+    return nn.Sequential(*layers).double()
+
+
 def pipe_of(*layers: nn.Module, device: Any = "cpu", chunks: int = 2, **options: Any) -> Pipe:
     """A pipe with a stage for each layer."""
     devices = [device] * len(layers)

@@ -48,11 +48,6 @@ def test_the_first_mini_batch_warms_up_and_is_not_counted() -> None:
     assert auto.choose() == "threads"
 
 
-def test_only_possible_executions_are_tried() -> None:
-    chosen = choices(make(trains=True), 100, inline=2.0, threads=1.0)
-    assert set(chosen) == {FIRST, "inline", "threads"}
-
-
 @pytest.mark.parametrize("fastest", EXECUTIONS)
 def test_the_fastest_execution_is_kept_for_good(fastest: str) -> None:
     auto = make()
@@ -60,15 +55,6 @@ def test_the_fastest_execution_is_kept_for_good(fastest: str) -> None:
     choices(auto, 1 + 3 * TRIALS, **seconds)
     slower = {execution: 3 - time for execution, time in seconds.items()}
     assert set(choices(auto, 100, **slower)) == {fastest}
-
-
-def test_the_shortest_trial_of_an_execution_counts() -> None:
-    auto = make(trains=True)
-    auto.record(FIRST, 1.0)
-    for threads, inline in ((9.0, 2.0), (1.9, 2.1), (9.0, 2.0)):
-        auto.record("threads", threads)
-        auto.record("inline", inline)
-    assert auto.choose() == "threads"
 
 
 def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -150,10 +136,3 @@ def test_a_mode(messages: Any) -> None:
 def test_kinds_are_named_by_what_tells_them_apart(messages: Any) -> None:
     run(*linears(), times=1 + 3 * TRIALS, checkpoint="never")
     assert messages() and messages()[0].startswith(f"{KIND}: ")
-
-
-def test_choices_are_no_warnings(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "pipekernels")
-    run(*linears(), times=20, execution="auto")
-    run(*linears(), execution="threads")
-    assert not caplog.records

@@ -1,4 +1,4 @@
-"""Ctrl-C in a layer: the pipe stays usable, and what it changes is restored."""
+"""Exceptions and Ctrl-C in a layer: the pipe stays usable, and what it changes is restored."""
 
 import threading
 from typing import Any
@@ -46,17 +46,20 @@ def settings() -> list[Any]:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 @pytest.mark.parametrize("step", [False, True])
 @pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("way", ["inline", "threads", "split"])
-def test_an_interrupt_in_a_layer(way: str, stage: int, where: str, step: bool) -> None:
+def test_an_exception_in_a_layer(
+    way: str, stage: int, where: str, step: bool, error: type[BaseException]
+) -> None:
     """Of any stage; the last one runs on the calling thread, others on threads of lanes."""
     armed = False
 
     def raises() -> None:
         if armed:
-            raise KeyboardInterrupt
+            raise error
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         if where == "forward" or (where == "recomputation" and is_recomputing()):
@@ -84,13 +87,14 @@ def test_an_interrupt_in_a_layer(way: str, stage: int, where: str, step: bool) -
             with torch.autocast("cpu", torch.bfloat16):
                 output = pipe(x)
             output.float().square().sum().backward()
-        return [parameter.grad.clone() for parameter in pipe.parameters()]
+        grads = [parameter.grad.clone() for parameter in pipe.parameters()]
+        return grads + [buffer.clone() for buffer in pipe.buffers()]
 
     expected, before = run(), settings()
     parameters = [(m._parameters, name, p) for m in pipe.modules() for name, p in
                   m._parameters.items()]  # fmt: skip
     armed = True
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         run()
     armed = False
     assert settings() == before

@@ -17,14 +17,6 @@ from pipekernels.pipeline.schedule.program import (
 )
 
 
-def test_orders_of_gpipe() -> None:
-    """Backwards start with the last microbatch; forwards run depth first on one thread."""
-    lane = gpipe(2, 3).lanes[1]
-    assert [a.micro_batch for a in lane if a.kind == "B"] == [2, 1, 0]
-    order = [(a.micro_batch, a.stage) for a in gpipe(2, 3).forwards.order]
-    assert order == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
@@ -70,12 +62,6 @@ def test_the_thread_runs_the_stages_on_the_cpu_last() -> None:
     assert order.index(Action("F", 2, 0)) < order.index(Action("F", 0, 2))
 
 
-def test_backwards_alone_do_not_wait_for_forwards() -> None:
-    program = gpipe(2, 3)
-    assert len(program.backwards.order) == 6
-    assert simulate(program.backwards).makespan == 8
-
-
 def test_a_program_that_deadlocks_is_an_error() -> None:
     lanes = [
         [Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)],
@@ -83,13 +69,6 @@ def test_a_program_that_deadlocks_is_an_error() -> None:
     ]
     with pytest.raises(ValueError, match="deadlocks"):
         _ = Program(lanes).order
-
-
-def test_uneven_costs() -> None:
-    # Stage 1 takes three times as long, so it never waits once it has begun.
-    simulation = simulate(gpipe(2, 4).forwards, cost=lambda a: 3.0 if a.stage else 1.0)
-    assert simulation.makespan == 1 + 4 * 3
-    assert simulation.start[Action("F", 1, 3)] == 10
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
@@ -113,17 +92,6 @@ def test_every_program_is_complete_and_can_run(name: str, micro_batches: int, st
         assert simulation.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
         assert simulation.makespan == pytest.approx(3 * (micro_batches + stages - 1))
         assert _most_held(program) == [micro_batches] * stages
-
-
-@pytest.mark.parametrize("lanes", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
-def test_interleaved_assigns_stages_in_turn_and_can_run(lanes: int, rounds: int) -> None:
-    stages = lanes * rounds
-    for micro_batches in range(1, 3 * lanes + 3):
-        program = interleaved(lanes, stages, micro_batches)
-        assert len(program.order) == 2 * stages * micro_batches
-        for lane, actions in enumerate(program.lanes):
-            assert {a.stage for a in actions} == set(range(lane, stages, lanes))
 
 
 def _most_held(program: Program) -> list[int]:

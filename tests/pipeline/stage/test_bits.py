@@ -8,8 +8,6 @@ from support.pipes import on_cpus
 from support.sweeps.pipes import differs
 from torch import nn
 
-from pipekernels.pipeline.stage.entry import copy_of
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -45,37 +43,6 @@ def test_a_recomputation_with_another_graph_is_an_error(execution: str) -> None:
     output = pipe(torch.randn(8, 4))
     with pytest.raises(RuntimeError, match=r"recomputation of stages? .* made a graph .* differs"):
         output.sum().backward()
-
-
-ALIGNED = {
-    "transposed": torch.randn(6, 8).t(),
-    "strided": torch.randn(6, 8)[1::2, 1:7:3],
-    "offset": torch.randn(5)[3:],
-    "scalar": torch.randn(()),
-}
-OVERLAPPING = {
-    "expanded": torch.randn(1, 4).expand(3, 4),
-    "windows": torch.randn(9).unfold(0, 4, 2),
-}
-OTHER = {
-    "empty": torch.empty(0, 3),
-    "sparse": torch.eye(3).to_sparse(),
-    "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
-}
-
-
-@pytest.mark.parametrize("name", [*ALIGNED, *OVERLAPPING, *OTHER])
-def test_copies_keep_strides_and_alignment(name: str) -> None:
-    view = (ALIGNED | OVERLAPPING | OTHER)[name]
-    before, copied = view.clone(), copy_of(view)
-    torch.testing.assert_close(copied, view, rtol=0, atol=0)
-    if name not in OTHER:
-        assert copied.stride() == view.stride() and copied.data_ptr() != view.data_ptr()
-    if name in ALIGNED:
-        assert copied.data_ptr() % 64 == view.data_ptr() % 64
-    if name not in OVERLAPPING:
-        copied.mul_(3)
-        torch.testing.assert_close(view, before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

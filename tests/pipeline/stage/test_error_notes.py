@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.function_layer import FunctionLayer
 from support.pipes import Pipe, on_cpus
 from torch import nn
 
@@ -103,12 +102,6 @@ def test_backwards_by_micro_batch(train: bool, execution: str) -> None:
     assert error.__notes__ == [f"raised in the backward of {stages}, microbatch 2 of a pipe"]
 
 
-def test_notes_are_added_once(execution: str) -> None:
-    pipe = pipe_with(Fails("forward"))
-    assert failed(pipe) is failed(pipe)
-    assert len(failed(pipe).__notes__) == 1
-
-
 def test_a_pipe_in_a_pipe(execution: str) -> None:
     inner = on_cpus(nn.Sequential(Fails("forward")), [1])
     error = failed(pipe_with(inner))
@@ -124,10 +117,3 @@ def test_a_layer_that_occurs_twice(execution: str) -> None:
     (note,) = failed(pipe).__notes__
     where = "layer '0' or '2' (Fails), stage 0, microbatch 2 of a pipe"
     assert note == f"raised in the forward of {where}"
-
-
-def test_other_errors_have_no_note(execution: str) -> None:
-    layer = FunctionLayer(lambda x: "text")
-    with pytest.raises(TypeError, match="output of stage 1") as caught:
-        pipe_with(layer, balance=[2, 1, 1], devices=["cpu"] * 3)(torch.ones(4, 2))
-    assert not hasattr(caught.value, "__notes__")

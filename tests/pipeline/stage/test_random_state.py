@@ -1,24 +1,17 @@
 """Random numbers do not depend on timing, and recomputations have the forward's dropout masks."""
 
 import copy
-import os
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.function_layer import FunctionLayer
-from support.loops import task_seed
 from support.pipe_models import MODELS, WIDTH
 from support.pipes import Pipe, on_cpus
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from pipekernels.pipeline.stage import random_state
-from pipekernels.pipeline.stage.random_state import LaneRandom, Observed, draws
 
 
 def results(pipe: Pipe, seed: int) -> list[torch.Tensor]:
@@ -35,18 +28,6 @@ def needs_one_thread(pipe: Pipe) -> bool:
     return stages.observed.needs_one_thread()
 
 
-@pytest.mark.parametrize("features", [3, 4])
-def test_recomputations_have_the_mask_of_any_alignment(features: int, place: torch.device) -> None:
-    """The layer is of an unknown class, which might write to its input."""
-    layers = nn.Sequential(FunctionLayer(lambda x: F.dropout(x, 0.5)), nn.Identity())
-    pipe = Pipe(layers, [1, 1], devices=[place] * 2, chunks=4, checkpoint="always")
-    x = torch.rand(13, features, requires_grad=True)
-    for _ in range(3):
-        output = pipe(x)
-        (grad,) = torch.autograd.grad(output.sum(), x)
-        assert torch.equal(output, x * grad)
-
-
 def test_stages_and_micro_batches_have_different_masks() -> None:
     layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
     pipe = on_cpus(layers, [1, 1], chunks=4, execution="threads")
@@ -56,23 +37,6 @@ def test_stages_and_micro_batches_have_different_masks() -> None:
     # One mask for both stages would keep 1/2 instead of 1/4. The limit is 6 standard deviations.
     kept = output.ne(0).double().mean()
     assert abs(kept - 0.25) < 6 * (0.25 * 0.75 / output.numel()) ** 0.5
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_the_callers_generator_advances_by_one_number(training: bool, place: torch.device) -> None:
-    pipe = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1], devices=[place] * 2)
-    torch.manual_seed(0)
-    if training:
-        x = torch.ones(4, 4, requires_grad=True)
-        pipe.train_step(x, None, torch.sum, loss_reduction="sum")
-    else:
-        pipe(torch.ones(4, 4))
-    after = torch.rand(4, device="cpu")
-    there = torch.rand(4)
-    torch.manual_seed(0)
-    torch.empty((), dtype=torch.int64, device="cpu").random_()
-    assert torch.equal(torch.rand(4, device="cpu"), after)
-    assert torch.equal(torch.rand(4), there)
 
 
 def recurrent(dropout: float) -> nn.Sequential:
@@ -101,23 +65,6 @@ def test_randomness_inside_cpp_stays_on_one_thread(begins: str) -> None:
         again = pipe(torch.ones(4, 3, 6))
         again.sum().backward()
         assert torch.equal(again, first)
-
-
-def test_randomness_that_begins_in_training_mode_is_detected_then() -> None:
-    class Sometimes(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            forward = super().forward
-            if not self.training:
-                return forward(x)
-            return checkpoint(lambda x: F.dropout(forward(x)), x, use_reentrant=False)
-
-    layers = [Sometimes(6, 6), Sometimes(6, 6)]
-    pipe = on_cpus(nn.Sequential(*layers), [1, 1], chunks=2).eval()
-    pipe(torch.ones(4, 6)).sum().backward()
-    assert not needs_one_thread(pipe)
-    layers[1].train()
-    pipe(torch.ones(4, 6)).sum().backward()
-    assert needs_one_thread(pipe)
 
 
 def test_a_generator_of_stages_keeps_them_on_one_thread() -> None:
@@ -156,17 +103,6 @@ def test_visible_randomness_may_use_lanes() -> None:
     pipe = on_cpus(MODELS["dropout"].build(torch.float64), [2, 2], chunks=4)
     pipe(torch.ones(8, WIDTH, dtype=torch.float64)).sum().backward()
     assert not needs_one_thread(pipe)
-
-
-def test_a_task_continues_its_stream_between_calls_and_seeds_differ() -> None:
-    with LaneRandom(Observed(), 123):
-        two = torch.rand(2), torch.rand(2)
-    torch.manual_seed(123)
-    assert torch.equal(torch.cat(two), torch.cat([torch.rand(2), torch.rand(2)]))
-    seeds = {task_seed(99, stage, m) for stage in range(64) for m in range(256)}
-    assert len(seeds) == 64 * 256
-    # Torch's CPU generator uses 32 bits of a seed.
-    assert len({seed & 0xFFFFFFFF for seed in seeds}) == 64 * 256
 
 
 class Recomputed(nn.Sequential):
@@ -229,24 +165,6 @@ def test_layers_that_recompute_themselves_beside_randomness(p: float, use_reentr
         step()
 
 
-@pytest.mark.parametrize("p", [0.0, 0.5])
-def test_dropout_draws_numbers_only_if_it_drops(p: float) -> None:
-    x = torch.ones(1, 2, 3, 4)
-    calls = {
-        F.dropout: [(x, p), (x, p, True), (x, 0.5, p > 0)],
-        F.dropout2d: [(x, p)],
-        F.scaled_dot_product_attention: [(x, x, x, None, p)],
-    }
-    for function, given in calls.items():
-        for args in given:
-            before = torch.get_rng_state()
-            function(*args)
-            assert draws(function, args, {}) == (p > 0)
-            assert torch.equal(torch.get_rng_state(), before) == (p == 0)
-    assert draws(F.dropout, (x,), {}) and draws(F.dropout, (x,), {"p": 0.1})
-    assert not draws(F.dropout, (x,), {"training": False})
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zb-h1"])
 def test_layers_that_begin_to_recompute(schedule: str | None, use_reentrant: bool) -> None:
@@ -277,29 +195,3 @@ def test_a_pipe_within_a_pipe() -> None:
     thread.join(timeout=60)  # Both pipes use one lock; this must not deadlock.
     assert len(runs) == 8
     torch.testing.assert_close(runs, [runs[0]] * 8, rtol=0, atol=0)
-
-
-@pytest.mark.processes
-def test_a_child_forked_while_a_lane_draws_has_random_numbers() -> None:
-    layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
-    pipe = on_cpus(layers, [1, 1], chunks=2, checkpoint="never", execution="threads")
-    drawing, forked = threading.Event(), threading.Event()
-
-    def draw() -> None:
-        with random_state._generator_lock:
-            drawing.set()
-            forked.wait()
-
-    lane = threading.Thread(target=draw)
-    lane.start()
-    drawing.wait()
-    child = os.fork()
-    if child == 0:
-        # Without a Python handler, which could not run while the main thread is blocked.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)
-        pipe(torch.ones(4, 4))
-        os._exit(0)
-    forked.set()
-    lane.join()
-    assert os.waitpid(child, 0)[1] == 0

@@ -1,6 +1,5 @@
 """A backward in two parts has the bits of the plain one, or is refused."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrizations import weight_norm
 
-from pipekernels.pipeline.stage.entry import StageInput
 from pipekernels.pipeline.stage.split_backward import backward_of_inputs
-from pipekernels.pipeline.stage.task import Task
 
 
 class Twice(nn.Module):
@@ -92,16 +89,6 @@ def test_two_parts_have_the_bits_of_one(name: str) -> None:
     torch.testing.assert_close(parts, whole, rtol=0, atol=0)
 
 
-def test_the_second_part_frees_the_graph() -> None:
-    leaf = torch.randn(4, 6).requires_grad_()
-    root = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))(leaf).sum()
-    second_part = backward_of_inputs([get_gradient_edge(root)], [torch.ones(())], [leaf])
-    assert second_part is not None
-    second_part(False)
-    with pytest.raises(RuntimeError, match="second time"):
-        second_part(False)
-
-
 def not_splittable() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     layer = nn.Linear(6, 6)
     return {
@@ -125,25 +112,6 @@ def test_an_output_that_does_not_depend_on_the_inputs() -> None:
     roots = [nn.Linear(6, 6)(leaf).sum(), bare.exp().sum()]
     edges = [get_gradient_edge(root) for root in roots]
     assert backward_of_inputs(edges, [torch.ones(()), torch.ones(())], [leaf]) is None
-
-
-def test_a_graph_with_the_entry_of_a_stage_can_be_split() -> None:
-    leaf = torch.randn(4, 6).requires_grad_()
-    grads: list[torch.Tensor | None] = [None]
-    root = nn.Linear(6, 6)(StageInput.apply(leaf, grads, 0, list).mul_(2)).sum()
-    assert backward_of_inputs([get_gradient_edge(root)], [torch.ones(())], [leaf]) is not None
-    assert grads[0] is not None and grads[0].shape == leaf.shape
-
-
-def test_a_graph_keeps_no_gradient() -> None:
-    leaf, grad = torch.randn(2, 3, requires_grad=True), torch.ones(2, 3)
-    root = nn.Linear(3, 3)(leaf)
-    rest = backward_of_inputs([get_gradient_edge(root)], [grad], [leaf])
-    assert rest is not None
-    rest(False)
-    kept = weakref.ref(grad)
-    del rest, grad
-    assert kept() is None
 
 
 @pytest.mark.parametrize("kind", ["on a tensor", "register_prehook", "register_hook"])
@@ -194,20 +162,3 @@ def test_a_split_pass_has_both_parts_on_its_timeline_and_a_named_schedule_its_ow
     with pipe.timeline() as timeline:
         pipe.train_step(torch.randn(6, 6), None, torch.sum, schedule="gpipe", loss_reduction="sum")
     assert {e.action.kind for e in timeline.phases[0].events} == {"F", "B"}
-
-
-def test_one_thread_splits_backwards_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts: list[bool] = []
-    plain = Task.backward_of_inputs
-
-    def spying(self: Task, *args: Any, **kwargs: Any) -> Any:
-        result = plain(self, *args, **kwargs)
-        parts.append(result[1] is not None)
-        return result
-
-    monkeypatch.setattr(Task, "backward_of_inputs", spying)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    pipe = on_cpus(model, [1, 1], chunks=3, execution="inline")
-    with pipe.timeline():  # Prevents that stages are fused.
-        pipe.train_step(torch.randn(6, 6), None, torch.sum, schedule="zb-h1", loss_reduction="sum")
-    assert parts == [True] * 3

@@ -20,8 +20,6 @@ from torch.nn.utils.rnn import (
 from pipekernels import NoChunk, register_split
 from pipekernels.pipeline.values import structure
 
-MODES = ["never", "except_last", "always"]
-
 
 def test_only_a_keyword_argument_and_a_list(place: torch.device) -> None:
     pipe = pipe_of(nn.Linear(4, 2), nn.Tanh(), device=place)

@@ -1,6 +1,6 @@
 """How many functions of Python run for a task of a pipe, a hand-over between GPUs, and a split.
 
-The GPUs are pretended. ``python -m support.cuda.pipe_calls`` (in ``tests``) prints the numbers.
+The GPUs are pretended.
 """
 
 from collections import Counter
@@ -85,13 +85,3 @@ def splits() -> dict[str, Calls]:
 def own(calls: Calls) -> float:
     """The number of calls of the package's functions."""
     return sum(count for name, count in calls.items() if is_own(name))
-
-
-def main() -> None:
-    print(f"{'':28} {'of the package':>15} {'of all':>8}")
-    for what, calls in (tasks_and_hand_overs() | splits()).items():
-        print(f"{what:28} {own(calls):15g} {sum(calls.values()):8g}")
-
-
-if __name__ == "__main__":
-    main()

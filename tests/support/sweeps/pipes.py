@@ -1,14 +1,12 @@
 """Random pipes of layers that return strided tensors, views, containers and skips, draw random
 numbers, normalise batches and share parameters.
 
-``cd tests; python -m support.sweeps.pipes 10000`` compares the first 10,000 of them, in every
-execution, with a loop over the same microbatches: outputs, all gradients and buffers, bit for bit,
-in two forwards and backwards or steps of any schedule.
+In every execution they are compared with a loop over the same micro-batches: outputs, all gradients
+and buffers, bit for bit, in two forwards and backwards or steps of any schedule.
 """
 
 import copy
 import random
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -215,15 +213,3 @@ def differs(seed: int) -> str | None:
         if not shares:
             expected, tolerance = found, 0.0
     return None
-
-
-def main(count: int) -> None:
-    torch.set_num_threads(1)
-    found = [text for seed in range(count) if (text := differs(seed)) is not None]
-    print("\n".join(found[:20]))
-    print(f"{count} pipes, {len(EXECUTIONS)} executions each, {len(found)} differ")
-    sys.exit(bool(found))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
