@@ -1,7 +1,6 @@
 """The backend of torch.distributed: random calls, works, ends of groups, and errors."""
 
 import datetime
-import gc
 import os
 import signal
 import time
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from support.programs import python
-from support.ranks import in_group, leakable_resources
+from support.ranks import in_group
 from support.sweeps.collectives import Call, differ_in_group, make_in_group, waited
 from torch import nn
 from torch.distributed.distributed_c10d import AllgatherOptions
@@ -155,33 +154,6 @@ def test_callbacks_may_call_collectives(rank: int) -> None:
         futures.append(work.get_future().then(add_again))
     for count, future in enumerate(futures):
         assert future.wait().tolist() == [4.0] * count
-
-
-@in_group(3)
-def test_subgroups(rank: int) -> None:
-    sums = []
-    for ranks in ([0, 1], [2, 1], [0]):
-        group = dist.new_group(ranks)
-        if rank in ranks:
-            x = torch.tensor([10.0**rank])
-            dist.all_reduce(x, group=group)
-            sums.append(x.item())
-    dist.barrier()
-    assert sums == [[11.0, 1.0], [11.0, 110.0], [110.0]][rank]
-
-
-@in_group(2)
-def test_destroyed_groups_leak_nothing(rank: int, tmp_path: Path) -> None:
-    dist.destroy_process_group()
-    gc.collect()
-    before = leakable_resources()
-    for turn in range(2):
-        store = f"file://{tmp_path}/other{turn}"
-        dist.init_process_group("pipekernels", init_method=store, rank=rank, world_size=2)
-        dist.all_reduce(torch.ones(3), async_op=True).wait()
-        assert len(leakable_resources()) > len(before)
-        dist.destroy_process_group()
-        assert leakable_resources() == before
 
 
 RESTARTED = """

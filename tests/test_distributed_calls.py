@@ -1,10 +1,9 @@
 """The backend of torch.distributed: arguments, layouts, versions, profiles, different calls."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from support.ranks import in_group
 from support.sweeps.collectives import waited
 from torch import nn
@@ -99,21 +98,6 @@ def test_negative_views_and_layouts(rank: int) -> None:
     assert x.tolist() == [2.0] * 5 and both.tolist() == [1.0, 1.0, 2.0, 2.0]
 
 
-@in_group(2)
-def test_a_forked_child_cannot_use_the_group(rank: int) -> None:
-    dist.all_reduce(torch.ones(2), async_op=True).wait()
-    child = os.fork()
-    if child == 0:
-        refused = 0
-        for is_async in (False, True):
-            try:
-                dist.all_reduce(torch.ones(2), async_op=is_async)
-            except RuntimeError as error:
-                refused += "belongs to the process that made it" in str(error)
-        os._exit(refused)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
-
-
 @pytest.mark.compile
 @in_group(2)
 def test_a_call_breaks_the_graph(rank: int) -> None:
@@ -141,19 +125,9 @@ def test_ranks_that_disagree_are_named_at_once(rank: int) -> None:
     """What is compared is the call that the user makes, whatever it is made of."""
     x, op = torch.ones(4), dist.ReduceOp
     both = [torch.ones(4), torch.ones(4)]
-    small = [torch.ones(4).to(dtype) for dtype in (torch.int8, torch.uint8)]
-    eights = [torch.ones(4).to(dtype) for dtype in (torch.float8_e5m2, torch.float8_e4m3fn)]
     for ours, theirs in (
-        (lambda: dist.all_reduce(x), lambda: dist.all_reduce(x, op.PRODUCT)),
-        (lambda: dist.all_reduce(x), lambda: dist.all_reduce(x.to(torch.uint8))),
-        (lambda: dist.all_reduce(x), lambda: dist.reduce(x.to(torch.int8), 0)),
-        (lambda: dist.all_reduce(small[0], op.BOR), lambda: dist.all_reduce(small[0], op.BAND)),
-        (lambda: dist.all_reduce(small[0]), lambda: dist.all_reduce(small[1])),
-        (lambda: dist.all_reduce(eights[0]), lambda: dist.all_reduce(eights[1])),
         (lambda: dist.all_reduce(x.int(), op.AVG), lambda: dist.all_reduce(x.long())),
         (lambda: dist.all_reduce(x), lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(1.0))),
-        (lambda: dist.reduce(x, 0), lambda: dist.reduce(x, 1)),
-        (lambda: dist.gather(x, both, 0), lambda: dist.all_gather(both, x)),
         (lambda: dist.scatter(x, both, 0), lambda: dist.broadcast(x, 0)),
         (lambda: dist.all_to_all_single(both[0], x), dist.barrier),
     ):
@@ -161,3 +135,28 @@ def test_ranks_that_disagree_are_named_at_once(rank: int) -> None:
             (theirs if rank else ours)()
     dist.all_reduce(x)  # The group stays usable.
     assert x.tolist() == [2.0] * 4
+
+
+@in_group(2)
+def test_functional_collectives(rank: int) -> None:
+    group = dist.group.WORLD
+    x = torch.arange(4.0) + rank
+    assert functional.all_reduce(x, "sum", group).tolist() == [1.0, 3.0, 5.0, 7.0]
+    assert functional.all_reduce(x, "avg", group).tolist() == [0.5, 1.5, 2.5, 3.5]
+    gathered = functional.all_gather_tensor(x, 0, group)
+    assert gathered.tolist() == [0.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 4.0]
+    scattered = functional.reduce_scatter_tensor(x, "sum", 0, group)
+    assert scattered.tolist() == [[1.0, 3.0], [5.0, 7.0]][rank]
+    assert functional.broadcast(x, 1, group).tolist() == [1.0, 2.0, 3.0, 4.0]
+    swapped = functional.all_to_all_single(x, None, None, group)
+    assert swapped.tolist() == [[0.0, 1.0, 1.0, 2.0], [2.0, 3.0, 3.0, 4.0]][rank]
+    several = functional.all_reduce_coalesced([x, x[:1]], "max", group)
+    assert [y.tolist() for y in several] == [[1.0, 2.0, 3.0, 4.0], [1.0]]
+
+
+@in_group(2)
+def test_ranks_with_unevenly_many_inputs_join(rank: int) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3), find_unused_parameters=True)
+    with model.join():
+        for _ in range(3 + 2 * rank):
+            model(torch.randn(2, 3)).sum().backward()

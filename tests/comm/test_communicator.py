@@ -1,6 +1,5 @@
 """Communicators: construction and closing, threads, symmetric tensors."""
 
-import contextlib
 import datetime
 import functools
 import gc
@@ -8,7 +7,6 @@ import os
 import pickle
 import random
 import re
-import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -183,27 +181,6 @@ def test_a_join_that_fails_on_one_rank_fails_on_all(comm: Communicator, problem:
         _backend.load().open_pidfd = refusal(problem)
     what = f"{type(problem).__name__}: {problem}"
     assert fail_to_join() == f"the ranks cannot be joined: rank 1: {what}"
-
-
-@pytest.mark.parametrize("left", [0, 1, 2])
-@on_ranks(2)
-def test_a_join_without_file_descriptors_on_one_rank_fails_on_all(
-    comm: Communicator, left: int
-) -> None:
-    before = leakable_resources()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if comm.rank == 1:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        taken = []
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
-        for fd in taken[:left]:
-            os.close(fd)
-    message = r"^the ranks cannot be joined: rank 1: .*(open files|file descriptor left)"
-    assert_raises(RuntimeError, message, Communicator.from_process_group)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert leakable_resources() == before
 
 
 @on_ranks(3)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from support import reference
-from support.checks import assert_full_gradients, assert_raises
+from support.checks import assert_raises
 from support.ranks import on, on_ranks, run_processes, run_threads
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, ops
+from pipekernels import Communicator, ops
 from pipekernels.tensor_parallel import functional as tp
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -186,28 +186,6 @@ def test_no_grad_and_autocast_keep_the_dtype(comm: Communicator, device: torch.d
         assert ops.all_reduce(x, comm).dtype == torch.float32
         ones = torch.ones(3, 4, device=device)
         assert tp.row_linear(ones, ones, comm).dtype == torch.bfloat16
-
-
-def test_slices_of_rows_between_layers(device: torch.device) -> None:
-    """The example in RowParallelLinear's docstring has the gradients of the unsharded layers."""
-    torch.manual_seed(0)
-    up, down, head = (nn.Linear(*size).double() for size in ((5, 7), (7, 5), (5, 3)))
-    plain = nn.Sequential(up, nn.Tanh(), down, head).to(device)
-    x = torch.randn(ROWS, 5, dtype=torch.float64).to(device)
-    plain(x).square().sum().backward()
-
-    def on_rank(comm: Communicator) -> None:
-        column = ColumnParallelLinear.from_linear(up, comm)
-        row = RowParallelLinear.from_linear(down, comm, reduce="reduce_scatter")
-        last = ColumnParallelLinear.from_linear(head, comm, gather_output=True)
-        y = row(column(x).tanh())
-        assert y.shape[0] == ROWS // comm.world_size
-        y = tp.gather_from_ranks(y.movedim(0, -1), comm, ROWS).movedim(-1, 0)
-        last(y).square().sum().backward()
-        layers = nn.Sequential(column, row, last)
-        assert_full_gradients(layers, nn.Sequential(up, down, head))
-
-    run_threads(2, on(device, on_rank))
 
 
 @pytest.mark.slow

@@ -20,29 +20,6 @@ def terms(dtype: torch.dtype, count: int = 1001) -> list[Tensor]:
     return list((normal * 2.0**powers).to(dtype))
 
 
-def test_the_tree(device: torch.device) -> None:
-    """In float32, 1e8 + 1 rounds to 1e8; so each parenthesis shows."""
-    sums = {  # The terms, and their sums in rank order and in tree order.
-        (1e8, 1, -1e8): (0, 0),  # Up to 3 ranks there is one order.
-        (1, 1, 1e8, -1e8): (0, 2),
-        (1, 1e8, -1e8, 1): (1, 0),
-        (0, 1, 1e8, -1e8, 1): (1, 2),
-        (1e8, -1e8, 1, 1, 1e8, -1e8): (0, 2),
-        (1, 0, 0, 0, 1e8, -1e8, 1): (1, 2),
-        (1, 0, 0, 0, 1e8, -1e8, 1, 1): (2, 3),
-    }
-
-    def on_rank(comm: Communicator, values: tuple[float, ...]) -> None:
-        for order, total in zip(("rank", "tree"), sums[values], strict=True):
-            for algorithm in ALGORITHMS:
-                x = torch.full((70_001,), float(values[comm.rank]), device=device)
-                comm.all_reduce(x, algorithm=algorithm, order=order)
-                assert x.eq(total).all(), (values, order, algorithm, x[0])
-
-    for values in sums:
-        run_threads(len(values), on(device, on_rank, values))
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_sums_do_not_depend_on_the_number_of_ranks(algorithm: str, device: torch.device) -> None:
     """Each rank adds up its own subtree, and the all-reduce the rest of the tree."""

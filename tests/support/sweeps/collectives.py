@@ -377,7 +377,10 @@ def row(
 DIFFERING = 3  # Ranks, of which one makes another call, or two calls in another order.
 DOMAINS: dict[str, tuple[Any, ...]] = {
     "operation": ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"),
-    "shape": tuple((DIFFERING * count,) for count in (0, 1, 10, 11, 1000, 100_000, 300_001)),
+    "shape": (
+        *((DIFFERING * count,) for count in (0, 1, 10, 11, 1000, 100_000, 300_001)),
+        *((DIFFERING, 10), (DIFFERING * 2, 5)),  # Of as many elements.
+    ),
     "dtype": (torch.float32, torch.int32, torch.float16, torch.bfloat16, torch.int64),
     "op": ("sum", "max", "min"),
     "order": ("rank", "tree"),
@@ -408,18 +411,18 @@ def draw_different(generator: random.Random) -> tuple[list[list[Call]], str]:
     return calls, change
 
 
-def differ(comm: Communicator, seed: int, cases: range) -> int:
+def differ(comm: Communicator, seed: int, cases: range, device: torch.device = CPU) -> int:
     """The number of mismatches, each of which must be reported on this rank."""
     reported = 0
     for case in cases:
         calls, change = draw_different(random.Random(f"{seed} {case}"))
         for call in calls[comm.rank]:
             with pytest.raises(ValueError, match="the ranks call different collectives") as caught:
-                call.run(comm, torch.ones(call.shape, dtype=call.dtype))
+                call.run(comm, torch.ones(call.shape, dtype=call.dtype, device=device))
             for rank in range(DIFFERING if change != "order" else 0):
                 assert f"rank {rank} {calls[rank][0].operation}" in str(caught.value), calls
             reported += 1
-        assert comm.all_reduce(torch.ones(5)).tolist() == [DIFFERING] * 5
+        assert comm.all_reduce(torch.ones(5, device=device)).tolist() == [DIFFERING] * 5
     return reported
 
 
