@@ -1,6 +1,5 @@
 """Which features a rank holds where heads of attention stay whole."""
 
-import pytest
 import torch
 from support.checks import assert_raises
 from support.ranks import on_ranks, run_threads
@@ -8,35 +7,6 @@ from torch import nn
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, tensor_parallelize
 from pipekernels.tensor_parallel.functional import gather_from_ranks, shard_spans, shares
-
-
-@pytest.mark.parametrize(
-    ("heads", "ranks", "held"),
-    [
-        ((9, 3), 2, [6, 3]),
-        ((9, 3), 3, [3, 3, 3]),
-        ((12, 12), 5, [3, 3, 2, 2, 2]),
-        ((14, 2), 3, [7, 4, 3]),
-        ((14, 2), 4, [4, 3, 4, 3]),
-        ((12, 4), 6, [3, 3, 2, 1, 2, 1]),
-        ((4, 1), 3, [2, 1, 1]),
-        ((4, 2), 4, [1, 1, 1, 1]),
-    ],
-)
-def test_ranks_hold_whole_heads_beside_their_keys(
-    heads: tuple[int, int], ranks: int, held: list[int]
-) -> None:
-    count, keys = heads
-    spans = shard_spans(count, ranks, heads)
-    assert [size for _, size in spans] == held and max(held) == held[0]
-    assert [start for start, _ in spans] == [sum(held[:rank]) for rank in range(ranks)]
-    assert shard_spans(count * 8, ranks, heads) == [(8 * start, 8 * size) for start, size in spans]
-    # Each head is beside the keys that it reads, and each rank's heads have as many per key.
-    of_keys = shard_spans(keys, ranks, (keys, keys))
-    for (start, size), (first, own) in zip(spans, of_keys, strict=True):
-        read = [head * keys // count for head in range(start, start + size)]
-        assert sorted(set(read)) == list(range(first, first + own))
-        assert size % own == 0
 
 
 def test_features_that_are_not_of_heads_are_cut_evenly() -> None:

@@ -37,18 +37,6 @@ def test_random_layers(numbers: range) -> None:
         assert_same_bits(body)
 
 
-def test_the_plain_layer_differs() -> None:
-    """Otherwise the tests above would show nothing."""
-    torch.manual_seed(0)
-    full, x = nn.Linear(640, 64), torch.randn(64, 640)
-
-    def body(comm: Communicator) -> Tensor:
-        layer = RowParallelLinear.from_linear(full, comm)
-        return layer(x.chunk(comm.world_size, 1)[comm.rank]).detach()
-
-    assert not torch.equal(run_threads(1, body)[0], run_threads(4, body)[0])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_error_is_no_larger_than_the_plain_layers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -11,7 +11,6 @@ from support.checks import assert_full_gradients
 from support.ranks import on, run_processes, run_threads
 from support.reference import gamma
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pipekernels import (
     CollectiveBarrier,
@@ -259,24 +258,6 @@ def test_autocast_and_no_grad(device: torch.device) -> None:
         assert all(p.grad.dtype == torch.float32 for p in pair.parameters())
         with torch.no_grad():
             assert not pair(x).requires_grad
-
-    run_threads(2, on(device, on_rank))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(use_reentrant: bool, device: torch.device) -> None:
-    case = Case(torch.float64, device=device)
-
-    def on_rank(comm: Communicator) -> None:
-        layer = RowParallelLinear.from_linear(case.linear, comm, input_is_parallel=False)
-        x = case.x.clone().requires_grad_()
-        y = checkpoint(lambda t: layer(t).tanh(), x, use_reentrant=use_reentrant)
-        y.sum().backward()
-        grad, layer.weight.grad = layer.weight.grad, None
-        plain = case.x.clone().requires_grad_()
-        layer(plain).tanh().sum().backward()
-        assert torch.equal(x.grad, plain.grad)
-        assert torch.equal(grad, layer.weight.grad)
 
     run_threads(2, on(device, on_rank))
 

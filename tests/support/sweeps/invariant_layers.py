@@ -1,10 +1,6 @@
-"""Random layers with ``invariant=True``, and how their bits are compared between numbers of ranks.
-
-``cd tests; python -m support.sweeps.invariant_layers 10000`` compares the first 10,000 of them.
-"""
+"""Random layers with ``invariant=True``, whose bits are compared between numbers of ranks."""
 
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -106,20 +102,3 @@ def random_case(number: int) -> tuple[Callable[[Communicator], Results], str]:
         return found | gradients(layer)
 
     return body, f"{kind}, {dtype}, {rows} rows, {full}"
-
-
-def main() -> None:
-    """Compare as many cases as the argument says."""
-    for number in range(int(sys.argv[1])):
-        body, description = random_case(number)
-        try:
-            assert_same_bits(body)
-        except BaseException:
-            print(f"case {number}: {description}")
-            raise
-        if number % 1000 == 999:
-            print(f"{number + 1} layers have the same bits on {RANKS} ranks", flush=True)
-
-
-if __name__ == "__main__":
-    main()

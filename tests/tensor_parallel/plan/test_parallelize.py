@@ -52,8 +52,16 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, FEATURES), Block(), Block(), nn.Linear(FEATURES, 3)).double()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_sharded_transformer_equals_the_plain_one(world_size: int, device: torch.device) -> None:
+# Of layers that take and return all features, so that the number of heads stays the same.
+GATHERED = dict.fromkeys(("*_proj", "3"), "column_gather_output") | {"*.down": "row_split_input"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "world_size"), [*((PLAN, n) for n in (1, 2, 4)), *((GATHERED, n) for n in (1, 2, 3))]
+)
+def test_a_sharded_transformer_equals_the_plain_one(
+    plan: dict[str, str], world_size: int, device: torch.device
+) -> None:
     plain = model().to(device)
     copies = [copy.deepcopy(plain) for _ in range(world_size)]  # Threads share torch's generator.
     x = torch.randn(2, 6, 5, dtype=torch.float64).to(device)
@@ -62,38 +70,18 @@ def test_a_sharded_transformer_equals_the_plain_one(world_size: int, device: tor
 
     def on_rank(comm: Communicator) -> None:
         sharded = copies[comm.rank]
-        assert tensor_parallelize(sharded, PLAN, comm) is sharded
+        assert tensor_parallelize(sharded, plan, comm) is sharded
         for block in sharded[1:3]:
-            block.attention.num_heads //= world_size
+            block.attention.num_heads //= world_size if plan is PLAN else 1
             kinds = [type(layer) for layer in (block.attention.q_proj, block.mlp["down"])]
             assert kinds == [ColumnParallelLinear, RowParallelLinear]
-        assert type(sharded[0]) is type(sharded[3]) is nn.Linear
+            assert block.mlp["down"].input_is_parallel == (plan is PLAN)
+        assert type(sharded[0]) is nn.Linear
+        assert type(sharded[3]) is (nn.Linear if plan is PLAN else ColumnParallelLinear)
         y = sharded(x)
         y.square().sum().backward()
         torch.testing.assert_close(y, expected)
         assert_same_state(full_state_dict(sharded), plain.state_dict())
-        assert_full_gradients(sharded, plain)
-
-    run_threads(world_size, on(device, on_rank))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_layers_without_a_partner(world_size: int, device: torch.device) -> None:
-    """These layers take and return all features, so the number of heads stays the same."""
-    gathered = dict.fromkeys(("*_proj", "3"), "column_gather_output")
-    plan = {**gathered, "*.down": "row_split_input"}
-    plain = model().to(device)
-    copies = [copy.deepcopy(plain) for _ in range(world_size)]
-    x = torch.randn(2, 6, 5, dtype=torch.float64).to(device)
-    expected = plain(x)
-    expected.square().sum().backward()
-
-    def on_rank(comm: Communicator) -> None:
-        sharded = tensor_parallelize(copies[comm.rank], plan, comm)
-        assert sharded[3].gather_output and not sharded[2].mlp["down"].input_is_parallel
-        y = sharded(x)
-        y.square().sum().backward()
-        torch.testing.assert_close(y, expected)
         assert_full_gradients(sharded, plain)
 
     run_threads(world_size, on(device, on_rank))

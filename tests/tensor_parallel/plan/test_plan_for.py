@@ -30,24 +30,6 @@ def test_ranks_hold_what_the_table_says(world_size: int) -> None:
                 assert layer.shard in shapes or layer.shard[::-1] in shapes
 
 
-@pytest.mark.parametrize("heads", [2, 3])
-def test_torchs_own_layers(heads: int) -> None:
-    sizes = 4 * heads, heads, 1, 1, 12
-    model = nn.Transformer(*sizes)
-    planned = plan_for(model, 2)
-    models = [nn.Transformer(*sizes) for _ in range(2)]
-    for copy in models:
-        copy.load_state_dict(model.state_dict())
-
-    def body(comm: Communicator) -> int:
-        sharded = tensor_parallelize(models[comm.rank], "auto", comm)
-        return sum(parameter.numel() for parameter in sharded.parameters())
-
-    first, second = run_threads(2, body)
-    assert first == planned.rank_parameters
-    assert (first == second) == (heads == 2)
-
-
 def test_the_text_and_what_is_sent() -> None:
     with torch.device("meta"):
         model = nn.Sequential(
