@@ -105,17 +105,6 @@ def test_files_are_read_slice_by_slice(family: str, layout: str, plan: str, tmp_
     run_threads(2, body)
 
 
-def test_the_full_model_is_saved(tmp_path: Path) -> None:
-    full = model_of("Mixtral").float()
-
-    def body(comm: Communicator) -> None:
-        model = tensor_parallelize(copy.deepcopy(full), "auto", comm)
-        model.save_pretrained(tmp_path)
-
-    run_threads(2, body)
-    assert_same_state(type(full).from_pretrained(tmp_path).state_dict(), full.state_dict())
-
-
 def test_a_plan_shows_experts_of_both_kinds() -> None:
     full = model_of("Mixtral")
     inside, expert_parallel = plan_for(full, 2), plan_for(full, 2, EXPERT_PARALLEL)

@@ -17,18 +17,15 @@ from support.models import (
     tokens,
     without_dropout,
 )
-from support.ranks import run_threads
-from torch import Tensor, nn
+from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from pipekernels import Communicator, tensor_parallelize
+from pipekernels import Communicator
 from pipekernels.huggingface import load_pretrained
 from pipekernels.tensor_parallel import (
-    clip_grad_norm_,
     full_state_dict,
     plan_for,
-    quantize_weights,
     tensor_unparallelize,
 )
 
@@ -113,56 +110,6 @@ def test_values_gradients_and_tokens_are_those_of_one_process(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.parametrize(("heads", "keys", "ranks"), [(9, 3, 2), (14, 2, 3)])
-def test_weights_of_int8(heads: int, keys: int, ranks: int) -> None:
-    plain = model_of("Qwen2", heads, keys, torch.float32)
-    ids = tokens(1, 7)
-
-    def body(model: Any, comm: Communicator) -> None:
-        quantize_weights(model)
-        logits = model(input_ids=ids).logits
-        generated = model.generate(ids, max_new_tokens=4, do_sample=False)
-        tensor_unparallelize(model)
-        assert not any(p.dtype == torch.int8 for p in model.parameters())
-        # The sums of a few layers, in another order.
-        limit = 2**10 * torch.finfo(torch.float32).eps * logits.abs().max().item()
-        torch.testing.assert_close(model(input_ids=ids).logits, logits, rtol=0, atol=limit)
-        assert model.generate(ids, max_new_tokens=4, do_sample=False).equal(generated)
-
-    run_sharded(plain, ranks, body)
-
-
-def test_norms_of_gradients_count_shared_keys_once() -> None:
-    plain = model_of("Qwen2", 14, 2)
-    ids = tokens(1, 7)
-
-    def norm(model: Any, _: Any = None) -> Tensor:
-        model(input_ids=ids, labels=ids).loss.backward()
-        return clip_grad_norm_(model, 1.0)
-
-    found = run_sharded(plain, 3, norm)
-    expected = norm(plain)
-    for own in found:
-        torch.testing.assert_close(own, expected, rtol=1e-6, atol=0)
-
-
-def test_adapters_are_cut_as_their_layers() -> None:
-    peft = pytest.importorskip("peft")
-    plain = model_of("Qwen2", 14, 2)
-    config = peft.LoraConfig(r=3, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-    adapted = peft.get_peft_model(plain, config)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=0.3)
-    ids = tokens(1, 7)
-    expected = outputs_and_gradients(copy.deepcopy(adapted), ids)
-
-    def body(model: Any, comm: Communicator) -> None:
-        assert_close_to_largest(outputs_and_gradients(model, ids), expected, 2**-21)
-
-    run_sharded(adapted, 3, body)
-
-
 def test_the_table_has_the_largest_rank() -> None:
     plan = plan_for(model_of("Qwen2", 14, 2), 3)
     layers = {layer.name.rpartition(".")[2]: layer for layer in plan.layers}
@@ -171,30 +118,3 @@ def test_the_table_has_the_largest_rank() -> None:
     ]  # fmt: skip
     assert layers["q_proj"].shard == (7 * 8, 14 * 8)
     assert layers["k_proj"].shard == (8, 14 * 8)
-
-
-def test_more_ranks_than_heads_are_refused() -> None:
-    def body(comm: Communicator) -> None:
-        for family in ("Llama", "StableLm"):
-            model = model_of(family, 4, 2)
-            before = dict(model.named_modules())
-            message = "layers.0.self_attn.o_proj' has 4 heads .*which 5 ranks cannot share; use"
-            with pytest.raises(ValueError, match=message):
-                tensor_parallelize(model, "auto", comm)
-            assert dict(model.named_modules()) == before
-
-    run_threads(5, body)
-
-
-def test_a_plan_by_hand_says_which_heads_stay_whole() -> None:
-    plain = model_of("Qwen2", 14, 2)
-    plan = {"*.q_proj": "colwise/14/2", "*.[kv]_proj": "column/2/2", "*.o_proj": "rowwise/14/2"}
-    ids = tokens(1, 7)
-    expected = outputs_and_gradients(copy.deepcopy(plain), ids)
-
-    def body(model: Any, comm: Communicator) -> None:
-        for layer in model.model.layers:
-            layer.self_attn.num_key_value_groups = [7, 4, 3][comm.rank]
-        assert_close_to_largest(outputs_and_gradients(model, ids), expected, 2**-21)
-
-    run_sharded(plain, 3, body, plan)

@@ -22,7 +22,7 @@ from support.ranks import run_threads
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.tensor_parallel import full_state_dict, tensor_unparallelize
+from pipekernels.tensor_parallel import full_state_dict
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -129,41 +129,3 @@ def test_what_cannot_be_sharded_says_so_and_is_unchanged(
             tensor_parallelize(model, "all", comm)
 
     run_threads(world_size, body)
-
-
-def numbers_of(module: nn.Module) -> dict[str, int | float]:
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if isinstance(value, (int, float)) and not key.startswith("_")
-    }
-
-
-@pytest.mark.parametrize("name", ["Llama, tied", "Qwen3", "GPT-2", "BERT", "T5"])
-def test_full_states_are_the_models_own_and_it_comes_back(name: str, one_thread: None) -> None:
-    plain = model_of(name)
-    numbers = {key: numbers_of(module) for key, module in plain.named_modules()}
-    other = {key: value + 1 for key, value in plain.state_dict().items()}
-
-    def body(sharded: nn.Module, _: Communicator) -> Any:
-        for expected in (other, plain.state_dict()):
-            sharded.load_state_dict(expected)
-            assert_same_state(full_state_dict(sharded), expected)
-        forward_backward(sharded, name)
-        for model in (copy.deepcopy(sharded), sharded):
-            assert tensor_unparallelize(model) is model
-            assert str(model) == str(plain)
-            assert_same_state(model.state_dict(), plain.state_dict())
-            for key, module in model.named_modules():
-                assert numbers_of(module) == numbers[key]
-            model.zero_grad()
-            outputs = forward_backward(model, name)
-            if model is sharded:
-                gradients = {key: p.grad for key, p in model.named_parameters()}
-                return outputs, gradients
-
-    (outputs, gradients), _ = run_sharded(plain, 2, body)
-    assert all(map(torch.equal, outputs, forward_backward(plain, name)))
-    for key, parameter in plain.named_parameters():
-        if parameter.grad is not None:
-            assert torch.equal(gradients[key], parameter.grad), key
