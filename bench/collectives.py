@@ -6,7 +6,6 @@ when its slowest rank is done. Sums are checked before and after.
 
 * ``ordinary``: ours on any tensor; ``symmetric``: on one of ``Communicator.empty``.
 * The streaming bound: every rank at once reads as many bytes as its tensor has, and writes as many.
-* Back to back: calls in a row, with nothing between them.
 * Crowded: more ranks than cores; each rank times its own calls, the slowest rank counts.
 """
 
@@ -24,7 +23,7 @@ from bench import harness
 from bench.harness import Options, Plan, Row
 from bench.peers import groups
 from bench.peers.groups import Group, Session
-from bench.peers.systems import ALGORITHMS, elements
+from bench.peers.systems import ALGORITHMS
 from bench.report.tables import between, duration, markdown, microseconds, svg
 
 RANKS = 2
@@ -35,7 +34,6 @@ PEERS = ["DeepSpeed", "MPICH", "Open MPI", "Intel MPI", "Gloo"]
 BOUNDS = ["copy", "in place"]
 VISITS = 5  # To every size and dtype, spread over the run: hosts may be slow for a minute.
 SECONDS = 2.5  # For all candidates in one visit, if that is enough for a round.
-BACK_TO_BACK_SIZE = 1 << 10
 
 CROWD = 8
 CROWD_SIZE = 4 << 10
@@ -45,20 +43,17 @@ CROWD_SECONDS = 5.0  # For one candidate; those that spin wait for each other's 
 
 SUMS = [*KINDS, *(f"{kind} {name}" for kind in KINDS for name in ALGORITHMS)]
 SIZE_CASES = {f"{dtype}, {size} bytes": (size, dtype) for dtype in DTYPES for size in SIZES}
-IN_A_ROW, CROWDED = f"back to back, {BACK_TO_BACK_SIZE} bytes", f"{CROWD} ranks, {CROWD_SIZE} bytes"
+CROWDED = f"{CROWD} ranks, {CROWD_SIZE} bytes"
 CANDIDATES = {
     **dict.fromkeys(SIZE_CASES, (*SUMS, *PEERS, *BOUNDS)),
-    **dict.fromkeys((IN_A_ROW, CROWDED), (*KINDS, *PEERS)),
+    CROWDED: (*KINDS, *PEERS),
 }
-QUICK = {
-    **{f"float32, {1 << bits} bytes": [*KINDS, *PEERS, *BOUNDS] for bits in (10, 18, 22)},
-    IN_A_ROW: [*KINDS, *PEERS],
-}
+QUICK = {f"float32, {1 << bits} bytes": [*KINDS, *PEERS, *BOUNDS] for bits in (10, 18, 22)}
 BASE = "Gloo"
 CONDITIONS = {
     "ranks": "processes of one intra-op thread, free to run on any core",
     "timing": f"systems in turn, {VISITS} visits to each size, slowest rank, medians; tensors "
-    "rewritten before each call, not in calls back to back; turns warmed up, not with 8 ranks",
+    "rewritten before each call; turns warmed up, not with 8 ranks",
 }
 
 
@@ -107,9 +102,7 @@ def row(part: str, candidate: str, version: str, size: int, dtype: str, **figure
         "candidate": candidate,
         "version": version,
         "size": size,
-        "count": elements(size, dtype),
         "type": dtype,
-        "redop": "sum",
         **figures,
     }
 
@@ -169,24 +162,6 @@ def _rows(case: str, visits: list[Visit]) -> list[Row]:
     return rows
 
 
-def back_to_back(session: Session, quick: bool) -> list[Row]:
-    """Seconds per call in a long row of calls."""
-    calls = prepare(session, BACK_TO_BACK_SIZE, "float32", CANDIDATES[IN_A_ROW])
-
-    def turn(candidate: str) -> float:
-        group, _ = calls[candidate]
-        return max(group.call("measure_back_to_back", candidate=candidate, calls=1000)) * 1e-9
-
-    samples = harness.alternate(
-        {name: lambda name=name: turn(name) for name in calls}, warmup=1, rounds=2 if quick else 15
-    )
-    where = (BACK_TO_BACK_SIZE, "float32")
-    return [
-        row("back to back", name, calls[name][1], *where, **harness.summary(times))
-        for name, times in samples.items()
-    ]
-
-
 def crowded(session: Session, quick: bool) -> list[Row]:
     """Seconds per call, its 99th percentile, and how many calls were made in the time there was."""
     calls = prepare(session, CROWD_SIZE, "float32", CANDIDATES[CROWDED])
@@ -215,13 +190,11 @@ def crowded(session: Session, quick: bool) -> list[Row]:
 
 
 def measure(plan: Plan, options: Options) -> Iterator[list[Row]]:
-    """All sizes, then calls back to back, then more ranks than cores."""
+    """All sizes, then more ranks than cores."""
     sizes = {case: names for case, names in plan.items() if case in SIZE_CASES}
-    if sizes or IN_A_ROW in plan:
+    if sizes:
         with groups.session(["pipekernels", *PEERS, "streaming"], RANKS) as session:
             yield from by_size(session, sizes, options.quick)
-            if IN_A_ROW in plan:
-                yield groups.survived(session, partial(back_to_back, quick=options.quick))
     if CROWDED in plan:
         with groups.session(["pipekernels", *PEERS], CROWD) as session:
             yield groups.survived(session, partial(crowded, quick=options.quick))
@@ -256,17 +229,14 @@ def table(rows: list[Row], others: Sequence[list[Row]] = ()) -> str:
     parts[f"Peers: {told}; us"] = _side_by_side(cases, there)
     alone = [name for name in SUMS if name.startswith(KINDS[0])]
     parts["Ordinary tensors: `auto` beside each algorithm; us"] = _side_by_side(cases, alone)
-    for title, part, header in (
-        (f"{BACK_TO_BACK_SIZE} bytes, calls back to back", "back to back", []),
-        (f"{CROWD} ranks, {CROWD_SIZE} bytes", "crowded", ["99th percentile"]),
-    ):
-        lines = [
-            [found["candidate"], duration(found["median"])]
-            + ([duration(found["p99"])] if header else [])
-            for found in rows
-            if found["part"] == part
-        ]
-        parts[title] = markdown(["candidate", "median", *header], lines)
+    lines = [
+        [found["candidate"], duration(found["median"]), duration(found["p99"])]
+        for found in rows
+        if found["part"] == "crowded"
+    ]
+    parts[f"{CROWD} ranks, {CROWD_SIZE} bytes"] = markdown(
+        ["candidate", "median", "99th percentile"], lines
+    )
     return "\n\n".join(f"**{title}**\n\n{body}" for title, body in parts.items())
 
 

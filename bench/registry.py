@@ -30,7 +30,6 @@ CPU = {
     "micro_batch": "bench.micro_batch",
     "pipe": "bench.pipeline.pipe",
     "tensor_parallel": "bench.tensor_parallel",
-    "timeline": "bench.pipeline.timeline",
     "torch_distributed": "bench.distributed.calls",
     "train_step": "bench.pipeline.train_step",
 }

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers on CPU ranks, against those of PyTorch and fairscale.
+"""Tensor-parallel layers on CPU ranks, against those of PyTorch.
 
 An MLP, Linear + GELU + Linear, whose first layer is column-parallel and whose second one is
 row-parallel: one all-reduce forward and one backward. Input and output are replicated.
@@ -7,7 +7,6 @@ row-parallel: one all-reduce forward and one backward. Input and output are repl
 * ``pipekernels``: ``tensor_parallelize`` on two processes of one thread each, as all below.
 * ``DTensor``: ``torch.distributed.tensor.parallel`` on Gloo; then the same program on the
   ``torch.distributed`` backend ``pipekernels``.
-* ``fairscale``: the layers of Megatron-LM, on Gloo.
 """
 
 from __future__ import annotations
@@ -29,13 +28,8 @@ CASES = {  # rows, whether there is a backward, steps per turn
     "256 rows, forward": (256, False, 3),
     "256 rows, forward and backward": (256, True, 2),
 }
-CANDIDATES = dict.fromkeys(
-    CASES,
-    (
-        *("one thread", "two threads", "pipekernels", "DTensor, Gloo"),
-        *("DTensor, backend pipekernels", "fairscale, Gloo"),
-    ),
-)
+DTENSORS = ("DTensor, Gloo", "DTensor, backend pipekernels")
+CANDIDATES = dict.fromkeys(CASES, ("one thread", "two threads", "pipekernels", *DTENSORS))
 QUICK = {"16 rows, forward": ("one thread", "two threads", "pipekernels", "DTensor, Gloo")}
 BASE = "two threads"
 CONDITIONS = {
@@ -112,33 +106,15 @@ def _dtensor(rank: int, port: int, serve: Serve, case: str, backend: str) -> Non
     serve_steps(module, case, serve)
 
 
-def _fairscale(rank: int, port: int, serve: Serve, case: str) -> None:
-    from fairscale.nn.model_parallel import initialize_model_parallel
-    from fairscale.nn.model_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    join("gloo", rank, RANKS, port)
-    initialize_model_parallel(RANKS)
-    whole = build()
-    column = ColumnParallelLinear(WIDTH, HIDDEN, gather_output=False)
-    row = RowParallelLinear(HIDDEN, WIDTH, input_is_parallel=True)
-    with torch.no_grad():
-        column.weight.copy_(whole[0].weight.chunk(RANKS)[rank])
-        column.bias.copy_(whole[0].bias.chunk(RANKS)[rank])
-        row.weight.copy_(whole[2].weight.chunk(RANKS, 1)[rank])
-        row.bias.copy_(whole[2].bias)
-    serve_steps(nn.Sequential(column, nn.GELU(), row), case, serve)
-
-
 WORKERS: dict[str, tuple[Any, ...]] = {
     "one thread": (1, _bare, 1),
     "two threads": (1, _bare, RANKS),
     "pipekernels": (RANKS, _pipekernels),
     "DTensor, Gloo": (RANKS, _dtensor, "gloo"),
     "DTensor, backend pipekernels": (RANKS, _dtensor, "pipekernels"),
-    "fairscale, Gloo": (RANKS, _fairscale),
 }
 
 
 def turns(case: str, names: Sequence[str], options: Options) -> Turns:
-    """Those that are installed."""
+    """Every candidate."""
     return Turns(started(WORKERS, names, case), 3, 5 if options.quick else 60)

@@ -136,15 +136,6 @@ class Rank:
             times.append(clock() - begin)
         return times[warmup:]
 
-    def measure_back_to_back(self, candidate: str, calls: int) -> float:
-        """Nanoseconds per call of ``calls`` in a row, each on the result of the last one."""
-        buffer, call, _ = self._candidates[candidate]
-        np.copyto(buffer, self._source)
-        begin = self._start.together()
-        for _ in range(calls):
-            call()
-        return (time.perf_counter_ns() - begin) / calls
-
 
 def main() -> None:
     """Serve requests until the connection is closed."""

@@ -40,20 +40,14 @@ SEPARATE = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_TRIM_THRESHOLD_": "
 
 
 def resident(field: str) -> int:
-    """Bytes: ``"VmRSS"``, those of this process now, or ``"VmHWM"``, their peak since the last
-    :func:`reset_peak`."""
+    """Bytes: ``"VmRSS"``, those of this process now, or ``"VmHWM"``, their peak."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition(f"{field}:")[2].split()[0])
 
 
-def reset_peak() -> None:
-    """Let the peak be what is resident now."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def peak(work: Callable[[], Any]) -> float:
     """Bytes by which ``work`` went above what was resident before, at its peak."""
-    reset_peak()
+    Path("/proc/self/clear_refs").write_text("5")  # Lets the peak be what is resident now.
     before = resident("VmRSS")
     work()
     return float(resident("VmHWM") - before)

@@ -5,20 +5,17 @@ thread per worker:
 
 * ``sequential``: the bare module on the whole batch, one thread.
 * ``two threads``: the same with as many threads as the pipes have.
-* ``loop``: the bare module over the same 8 microbatches, one thread: gradient accumulation.
-* ``independent stages``: a thread per stage, each over its own 8 microbatches without waiting:
-  this machine's speed without a bubble. GPipe's ideal, with its bubble, is 8/9 of it.
+* ``loop``: the bare module over the same 8 micro-batches, one thread: gradient accumulation.
 * ``pipekernels``: two lanes of one thread each.
 * ``fairscale``, ``torchgpipe``: ``devices=['cpu', 'cpu']``, for which both start one worker.
 * ``torch.distributed.pipelining``: one process per stage, ScheduleGPipe, Gloo; slower rank's time.
 
-Before they are timed, the gradients of all but the independent stages are compared with those of
-the bare module.
+Before they are timed, their gradients are compared with those of the bare module.
 """
 
 from __future__ import annotations
 
-import threading
+import pkgutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -35,13 +32,8 @@ STAGES, CHUNKS, LAYERS = 2, 8, 8
 BALANCE = [2 * LAYERS // STAGES] * STAGES
 OPTIONS: dict[str, Any] = {"devices": ["cpu"] * STAGES, "chunks": CHUNKS, "checkpoint": "never"}
 CASES = {"wide": (512, 2048), "narrow": (64, 256)}  # Width, batch.
-CANDIDATES = dict.fromkeys(
-    CASES,
-    (
-        *("sequential", "two threads", "loop", "independent stages", "pipekernels"),
-        *("fairscale", "torchgpipe", "torch.distributed.pipelining"),
-    ),
-)
+PEERS = ("fairscale", "torchgpipe", "torch.distributed.pipelining")
+CANDIDATES = dict.fromkeys(CASES, ("sequential", "two threads", "loop", "pipekernels", *PEERS))
 QUICK = {
     "narrow": ("sequential", "two threads", "loop", "pipekernels", "torch.distributed.pipelining")
 }
@@ -126,8 +118,8 @@ def warm(turn: Callable[[], float]) -> Callable[[], float]:
 
 
 def loop(
-    module: nn.Module, x: torch.Tensor, grad: torch.Tensor, *, threads: int = 1,
-    chunks: int = CHUNKS, clock: Clock = time.perf_counter,
+    module: nn.Module, x: torch.Tensor, grad: torch.Tensor, *, chunks: int = CHUNKS,
+    clock: Clock = time.perf_counter,
 ) -> Callable[[], float]:  # fmt: skip
     """A plain loop over the microbatches."""
 
@@ -135,33 +127,7 @@ def loop(
         for part, part_grad in zip(x.chunk(chunks), grad.chunk(chunks), strict=True):
             module(part).backward(part_grad)
 
-    return timed(module, threads, step, clock=clock)
-
-
-def independent(module: nn.Sequential, x: torch.Tensor, grad: torch.Tensor) -> Callable[[], float]:
-    """All stages at once, as if none needed another's results."""
-    half = len(module) // STAGES
-    stages = [module[i * half : (i + 1) * half] for i in range(STAGES)]
-
-    def work(index: int) -> None:
-        torch.set_num_threads(1)
-        # The first stage's input wants no gradient, as in the pipeline.
-        inputs = [part.detach().requires_grad_(index > 0) for part in x.chunk(CHUNKS)]
-        outputs = [stages[index](part) for part in inputs]
-        for output, part_grad in zip(reversed(outputs), reversed(grad.chunk(CHUNKS)), strict=True):
-            output.backward(part_grad)
-
-    def run() -> float:
-        module.zero_grad()
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(STAGES)]
-        begin = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return time.perf_counter() - begin
-
-    return run
+    return timed(module, 1, step, clock=clock)
 
 
 def _checked(module: nn.Module, width: int, batch: int, threads: int = 1) -> Callable[[], float]:
@@ -173,16 +139,8 @@ def _checked(module: nn.Module, width: int, batch: int, threads: int = 1) -> Cal
     return warm(run)
 
 
-def _fairscale(rank: int, port: int, serve: Serve, width: int, batch: int) -> None:
-    from fairscale.nn import Pipe
-
-    serve(_checked(Pipe(build(width), BALANCE, **OPTIONS), width, batch))
-
-
-def _torchgpipe(rank: int, port: int, serve: Serve, width: int, batch: int) -> None:
-    from torchgpipe import GPipe
-
-    serve(_checked(GPipe(build(width), BALANCE, **OPTIONS), width, batch))
+def _peer(rank: int, port: int, serve: Serve, width: int, batch: int, name: str) -> None:
+    serve(_checked(pkgutil.resolve_name(name)(build(width), BALANCE, **OPTIONS), width, batch))
 
 
 def _pipelining(rank: int, port: int, serve: Serve, width: int, batch: int) -> None:
@@ -218,9 +176,9 @@ def _pipelining(rank: int, port: int, serve: Serve, width: int, batch: int) -> N
     serve(warm(run))
 
 
-PROCESSES = {
-    "fairscale": (1, _fairscale),
-    "torchgpipe": (1, _torchgpipe),
+PROCESSES: dict[str, tuple[Any, ...]] = {
+    "fairscale": (1, _peer, "fairscale.nn.Pipe"),
+    "torchgpipe": (1, _peer, "torchgpipe.GPipe"),
     "torch.distributed.pipelining": (STAGES, _pipelining),
 }
 
@@ -233,7 +191,6 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
         "sequential": warm(step(build(width), x, grad, threads=1)),
         "two threads": warm(step(build(width), x, grad, threads=STAGES)),
         "loop": warm(loop(build(width), x, grad)),
-        "independent stages": warm(independent(build(width), x, grad)),
         "pipekernels": _checked(Pipe(build(width), BALANCE, **OPTIONS), width, batch, STAGES),
     }
     others = started(PROCESSES, [name for name in names if name not in here], width, batch)

@@ -79,13 +79,3 @@ def rewritten() -> dict[Path, str]:
     rendered = {name: render(found) for name in names if (found := records.load(name))}
     rendered |= {name: make() for name, make in summary.PARTS.items() if name in names}
     return {page: update(text, rendered) for page, text in texts.items()}
-
-
-def main() -> None:
-    """Rewrite every page, and the plots that pages show."""
-    for page, text in rewritten().items():
-        page.write_text(text)
-        for link in re.findall(r"\]\(((?:\.\./)*bench/results/\S+\.svg)\)", text):
-            path = (page.parent / link).resolve()
-            record = records.read(path.with_suffix(".json"))
-            registry.find(record["name"]).plot(record["rows"], path)

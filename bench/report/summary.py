@@ -58,7 +58,7 @@ LINES = [
     *(Line(f"memory of a GPT's step, 2 stages, 1F1B, {count} microbatches", "memory",
            {"case": f"gpt, {count} chunks"}, "1f1b", {"gradient accumulation": ["accumulated"]})
       for count in (4, 8)),
-    Line("training step of a GPT, 2 stages", "timeline", {}, "pipekernels", TWO),
+    Line("training step of a GPT, 2 stages", "train_step", {"case": "gpt, 8 chunks"}, "1f1b", TWO),
     *(Line(f"forward and backward of 8 {case} layers, 2 stages", "pipe", {"case": case},
            "pipekernels", TWO) for case in ("wide", "narrow")),
 ]  # fmt: skip

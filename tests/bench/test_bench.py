@@ -95,17 +95,20 @@ def test_results_of_uncommitted_changes_are_refused(
 
 def test_a_win_is_ahead_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def record(cpu: str, two_threads: float) -> dict[str, Any]:
-        seconds = {"pipekernels": 1.0, "two threads": two_threads}
-        rows = [{"candidate": name, "median": median} for name, median in seconds.items()]
-        return {"name": "timeline", "machine": {"cpu": cpu, "cores": 1}, "rows": rows}
+        seconds = {"1f1b": 1.0, "two threads": two_threads}
+        rows = [
+            {"case": "gpt, 8 chunks", "candidate": name, "median": median}
+            for name, median in seconds.items()
+        ]
+        return {"name": "train_step", "machine": {"cpu": cpu, "cores": 1}, "rows": rows}
 
     for slower, other, cells in ((2.0, 1.06, "2.0 1.1"), (9.97, 1.04, "10 1.0")):
-        found = {"timeline": [record("Z80", slower), record("6502", other)]}
+        found = {"train_step": [record("Z80", slower), record("6502", other)]}
         monkeypatch.setattr(records, "load", lambda name, found=found: found.get(name, []))
         tables = {won: summary.table(won=won).splitlines()[2:] for won in (True, False)}
         (line,) = tables[cells == "2.0 1.1"]
         links = " | ".join(
-            f"[{text}](bench/results/{folder}/timeline.json)"
+            f"[{text}](bench/results/{folder}/train_step.json)"
             for text, folder in zip(cells.split(), ("z80-1c", "6502-1c"), strict=True)
         )
         assert line == f"| training step of a GPT, 2 stages | two threads | {links} |"
