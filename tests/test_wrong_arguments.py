@@ -12,7 +12,6 @@ from torch import nn
 from pipekernels import (
     Communicator,
     Pipe,
-    parallelize_module,
     parallelize_pipeline,
     skip,
     tensor_parallelize,
@@ -27,7 +26,6 @@ from pipekernels.tensor_parallel import (
 )
 
 X = torch.ones(4, 4)
-LINEAR = nn.Linear(4, 4)
 LAYERS = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 META = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.ReLU())
 
@@ -68,10 +66,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # By a TypeError.
     ),
     "rank": (lambda: Communicator.from_store(dist.HashStore(), "0", 1), "rank must be an int"),
     "norms": (lambda: convert_deferred_batch_norm([]), "module must be an nn.Module"),
-    "piped model": (
-        lambda: Pipe(nn.Transformer(8, 2, 1, 1, 8)),
-        r"must be an nn.Sequential, not Transformer;.*tensor_parallelize\(model\)",
-    ),
     "maker": (Communicator, r"is made by Communicator.from_process_group\(\)"),
     "skips": (lambda: skip.verify_skippables(None), "module must be an nn.Sequential"),
     "mapped model": (lambda: parallelize_pipeline(len, {}), "model must be an nn.Module, got buil"),
@@ -87,11 +81,6 @@ OTHERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "no data.*to_empty",
     ),
     "gpu:0": (lambda: on("gpu:0"), RuntimeError, "device type at start of device string: gpu"),
-    "placed on gpu:0": (
-        lambda: parallelize_module(LINEAR, "gpu:0"),
-        RuntimeError,
-        "device string: gpu",
-    ),
     "hpu": (lambda: on("hpu"), RuntimeError, "device 'hpu' cannot be used"),
 }
 

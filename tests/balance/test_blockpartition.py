@@ -39,20 +39,6 @@ def test_lengths_are_optimal(costs: list[int], partitions: int) -> None:
     assert order(found) == min(map(order, possible))
 
 
-@pytest.mark.parametrize(
-    ("costs", "partitions", "balance"),
-    [
-        ([10, 1, 1, 1, 1], 3, [1, 2, 2]),
-        ([1, 1, 1, 1, 10], 3, [2, 2, 1]),
-        ([0, 0, 0, 0, 0, 0], 3, [2, 2, 2]),
-        ([0.5, 0.25, 0.25, 0.5], 3, [1, 2, 1]),
-        ([10, 1, 1, 1, 3], 3, [1, 3, 1]),  # Costs are evened out before lengths.
-    ],
-)
-def test_equal_costs_are_balanced(costs: list[float], partitions: int, balance: list[int]) -> None:
-    assert lengths(costs, partitions) == balance
-
-
 @pytest.mark.parametrize(("costs", "partitions"), [([1, 2], 0), ([1, -2], 1), ([1, nan], 1)])
 def test_invalid_costs_and_partitions_are_refused(costs: list[int], partitions: int) -> None:
     with pytest.raises(ValueError, match="must|may"):

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -57,30 +56,3 @@ def test_the_slurm_script_on_two_pretended_hosts(tmp_path: Path) -> None:
 def test_the_pods_start_a_program_that_there_is() -> None:
     (program,) = re.findall(r"\S+\.py", KUBERNETES.read_text())
     assert (ROOT / program).is_file()
-
-
-@pytest.mark.full
-def test_ranks_need_no_room_in_dev_shm() -> None:
-    """They share 16 MiB, where ``/dev/shm`` has 4 KiB."""
-    unshare = shutil.which("unshare")
-    mount = "mount -t tmpfs -o size=4k tmpfs /dev/shm"
-    isolated = [unshare or "", "--map-root-user", "--mount", "sh", "-c"]
-    if unshare is None or subprocess.run(isolated + [mount], check=False).returncode:
-        pytest.skip("a private mount namespace is not allowed here")
-    program = (
-        "import os, torch, torch.distributed as dist; from pipekernels import Communicator;"
-        "dist.init_process_group('gloo'); comm = Communicator.from_process_group();"
-        "tensor = comm.empty(4 << 20).fill_(1); comm.all_reduce(tensor);"
-        "assert torch.equal(tensor, torch.full((4 << 20,), 2.0));"
-        "assert os.statvfs('/dev/shm').f_blocks * os.statvfs('/dev/shm').f_bsize == 4096;"
-        "comm.barrier(); os.write(1, f'in /dev/shm: {os.listdir(\"/dev/shm\")}\\n'.encode());"
-        "comm.close()"
-    )
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --no-python"
-    run = f'{mount} && exec "{sys.executable}" {torchrun} "{sys.executable}" -c "$0"'
-    done = subprocess.run(
-        [*isolated, run, program],
-        cwd=ROOT, check=False, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("in /dev/shm: []") == 2

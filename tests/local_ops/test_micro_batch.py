@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipekernels.local_ops import micro_batch
 from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 FLOATING = [torch.float64, torch.float32, torch.float16, torch.bfloat16]  # These can be cast.
@@ -181,14 +180,6 @@ def test_results_own_their_memory(device: torch.device) -> None:
     whole = concat_micro_batches(parts)
     whole.zero_()
     assert parts[0].sum() == 8
-
-
-@pytest.mark.parametrize("batch", range(18))
-@pytest.mark.parametrize("chunks", range(1, 9))
-def test_sizes_follow_tensor_split(batch: int, chunks: int) -> None:
-    sizes = micro_batch.micro_batch_sizes(batch, chunks)
-    count = max(1, min(chunks, batch))
-    assert sizes == [len(part) for part in torch.empty(batch).tensor_split(count)]
 
 
 @pytest.mark.cuda

@@ -14,9 +14,7 @@ NESTED = torch.nested.nested_tensor([X, X[:2]])
 QUANTIZED = torch.quantize_per_tensor(X, 0.1, 0, torch.quint8)
 SPLIT_ERRORS: list[tuple[Any, Any, Any, type[Exception], str]] = [
     (X, 0, 0, ValueError, "chunks is 0; it must be an integer of at least 1"),
-    (X, 2.0, 0, ValueError, "chunks is 2.0; it must be an integer"),
     (X, 2, 2, IndexError, "range of [-2, 1], but got 2"),
-    (X, 2, -3, IndexError, "range of [-2, 1], but got -3"),
     (X, 2, "0", TypeError, "dim must be an int, got str"),
     ([], 2, 0, ValueError, "there is no tensor"),
     ([X, 1], 2, 0, TypeError, "expected tensors, got int at position 1"),
@@ -30,18 +28,15 @@ SPLIT_ERRORS: list[tuple[Any, Any, Any, type[Exception], str]] = [
     (QUANTIZED, 2, 0, TypeError, "torch.strided and dtype torch.quint8; use"),
 ]
 CONCAT_ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
-    ([], 0, ValueError, "there is no microbatch"),
-    ([X, X.double()], 0, ValueError, "microbatch 1 differs in dtype from the first"),
-    ([X, X[:, :2]], 0, ValueError, "microbatch 1 has shape (4, 2)"),
-    ([X, X[None]], 0, ValueError, "microbatch 1 has shape (1, 4, 3)"),
+    ([], 0, ValueError, "there is no micro-batch"),
+    ([X, X.double()], 0, ValueError, "micro-batch 1 differs in dtype from the first"),
+    ([X, X[:, :2]], 0, ValueError, "micro-batch 1 has shape (4, 2)"),
     ([X, X.to("meta")], 0, ValueError, "tensor 0 is on cpu, tensor 1 on meta"),
     ([(X, X), (X, X[:1])], 0, ValueError, "microbatch 1 differ in their size along dimension 0"),
     ([X], 2, IndexError, "range of [-2, 1], but got 2"),
     ([(X, X), (X,)], 0, ValueError, "number 0 has 2 tensor(s), number 1 has 1"),
     ([X, (X,)], 0, ValueError, "the same structure"),
-    ([X, 1], 0, TypeError, "a microbatch must be tensors in a list or tuple, got int"),
-    ([QUANTIZED, QUANTIZED], 0, TypeError, "dtype torch.quint8; use"),
-    ([(X,), (1,)], 0, TypeError, "expected tensors, got int at position 1"),
+    ([X, 1], 0, TypeError, "a micro-batch must be tensors in a list or tuple, got int"),
 ]
 
 

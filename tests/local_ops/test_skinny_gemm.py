@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from support.ranks import run_threads
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, _backend
+from pipekernels import _backend
 from pipekernels.local_ops.skinny_gemm import skinny_linear, skinny_partial
 
 ERRORS = {  # Relative to the sum of absolute products.
@@ -118,20 +117,3 @@ def test_where_the_kernel_does_not_apply() -> None:
     with torch.no_grad():
         y = skinny_linear(x, trained, bias)
     torch.testing.assert_close(y, functional.linear(x, weight, bias))
-
-
-@pytest.mark.parametrize("rows", [1, 4, 5])
-def test_sharded_layers_use_it_without_gradients(rows: int) -> None:
-    torch.manual_seed(0)
-    up, down = nn.Linear(9, 14), nn.Linear(14, 9)
-    x = torch.randn(rows, 1, 9)
-    expected = down(up(x)).detach()
-
-    def body(comm: Communicator) -> None:
-        first = ColumnParallelLinear.from_linear(up, comm)
-        pair = nn.Sequential(first, RowParallelLinear.from_linear(down, comm))
-        with torch.no_grad():
-            torch.testing.assert_close(pair(x), expected)
-        torch.testing.assert_close(pair(x), expected)
-
-    run_threads(3, body)

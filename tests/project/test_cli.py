@@ -1,7 +1,5 @@
 """The command line: ``pipekernels info``, its output and its errors."""
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,18 +9,6 @@ import torch
 from pipekernels import __version__, _backend, cli
 
 pytestmark = pytest.mark.project
-
-
-def test_info_names_versions_build_and_devices() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "pipekernels", "info"],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    report = result.stdout.partition("\nFor bug reports:")[0]
-    lines = dict(line.split(None, 1) for line in report.splitlines() if line[:1].isalpha())
-    assert lines["pipekernels"] == __version__
-    assert lines["torch"].startswith(torch.__version__)
-    assert "Python" in lines and "triton" in lines and "CPU" in lines
 
 
 def test_info_ends_with_one_line_for_bug_reports() -> None:

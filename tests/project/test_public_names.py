@@ -1,11 +1,14 @@
-"""The public names and their signatures are those in ``public_names.txt``.
+"""The public names and their signatures are those in ``public_names.txt``, and in the reference.
 
 A change must be deliberate: give it a line in CHANGELOG.md, and write the list again by ``python
 tests/project/test_public_names.py``.
 """
 
+import collections
 import importlib
 import inspect
+import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +19,8 @@ import pytest
 pytestmark = pytest.mark.project
 
 LIST = Path(__file__).parent / "public_names.txt"
+DOCS = Path(__file__).parents[2] / "docs"
+TABLE = re.compile(r"^\.\. autosummary::\n(?:   :.*\n)+\n((?:   \S+\n)+)", re.MULTILINE)
 # An object that is in several of these is described in the first.
 MODULES = [
     "pipekernels",
@@ -105,6 +110,31 @@ def listing() -> str:
 
 def test_public_names_and_signatures_are_those_listed() -> None:
     assert listing().splitlines() == LIST.read_text().splitlines()
+
+
+def in_reference() -> list[str]:
+    """The full names in the tables of the reference."""
+    found = []
+    for name in re.findall(r"^(reference/\w+)$", (DOCS / "index.md").read_text(), re.MULTILINE):
+        page = (DOCS / f"{name}.md").read_text()
+        for block in TABLE.finditer(page):
+            above = page[: block.start()]
+            module = re.findall(r"^\.\. currentmodule:: (\S+)$", above, re.MULTILINE)[-1]
+            found += [f"{module}.{entry.strip().lstrip('~')}" for entry in block[1].splitlines()]
+    return found
+
+
+def test_every_public_object_has_one_page() -> None:
+    pytest.importorskip("transformers", exc_type=ImportError)
+    modules = [importlib.import_module(name) for name in MODULES]
+    public = {
+        id(value): f"{module.__name__}.{name}"
+        for module in modules
+        for name in getattr(module, "__all__", ())
+        if not inspect.ismodule(value := getattr(module, name)) and name != "__version__"
+    }
+    counted = collections.Counter(id(pkgutil.resolve_name(name)) for name in in_reference())
+    assert counted == dict.fromkeys(public, 1)
 
 
 if __name__ == "__main__":
