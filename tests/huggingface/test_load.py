@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.checks import assert_same_state
-from support.models import DECODERS, ENCODERS, inputs_of, model_of, run_sharded
-from support.ranks import run_threads
+from support.models import DECODERS, ENCODERS, inputs_of, model_of, run_sharded, tokens
+from support.ranks import run_processes, run_threads
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
@@ -94,6 +94,45 @@ def test_each_rank_reads_its_slices_only(tmp_path: Path, monkeypatch: pytest.Mon
             )
 
     run_sharded(plain, 4, body)
+
+
+def memory(field: str) -> int:
+    """Bytes of this process, by a field of /proc."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def loading(comm: Communicator, folder: Path) -> tuple[int, int, int]:
+    """Bytes of this rank's weights, of the process before they are loaded, and at the most until
+    they have given logits."""
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tensor_parallelize(model, "auto", comm)
+    Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
+    before = memory("VmRSS:")
+    load_pretrained(model, folder)
+    with torch.no_grad():
+        model(tokens(1, 4))
+    return sum(parameter.nbytes for parameter in model.parameters()), before, memory("VmHWM:")
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_no_rank_ever_holds_more_than_its_share(tmp_path: Path) -> None:
+    """Of a GiB. A process has a base of its own: Python, torch, transformers, and the model on the
+    meta device."""
+    config = transformers.LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=16,
+        num_key_value_heads=16, vocab_size=8000,
+    )  # fmt: skip
+    plain = transformers.AutoModelForCausalLM.from_config(config)
+    whole = sum(parameter.nbytes for parameter in plain.parameters())
+    plain.save_pretrained(tmp_path)
+    del plain
+    for held, base, peak in run_processes(2, loading, tmp_path):
+        assert 2**29 < held < 0.51 * whole and base < 2**29
+        assert peak <= base + 1.1 * held
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
