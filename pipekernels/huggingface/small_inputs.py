@@ -14,7 +14,7 @@ VOCABULARY, TOKENS, FRAMES, PATCHES = 61, 7, 128, 16
 
 def inputs_for(model: Any, dtype: torch.dtype, length: int = TOKENS) -> Iterator[dict[str, Tensor]]:
     """Inputs that the model may take, texts of ``length`` tokens. In each layout: its main one,
-    then with what it requires and tokens or images, then with all that are known here."""
+    then with what it requires and tokens, images or states, then with all that are known here."""
     parameters = inspect.signature(model.forward).parameters
     main = model.main_input_name
     names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD] or [main]
@@ -32,7 +32,8 @@ def inputs_for(model: Any, dtype: torch.dtype, length: int = TOKENS) -> Iterator
         few = [main]
         if getattr(model.config, "is_encoder_decoder", False):
             few.append("decoder_input_ids")
-        for chosen in (few, [*few, *required, "input_ids", "pixel_values"], names):
+        more = ["input_ids", "pixel_values", "encoder_hidden_states"]
+        for chosen in (few, [*few, *required, *more], names):
             inputs = {name: made[name] for name in names if name in chosen and name in made}
             layout = tuple((name, value.shape) for name, value in inputs.items())
             if layout not in seen:
@@ -68,6 +69,7 @@ def _layouts(config: Any, dtype: torch.dtype, length: int) -> Iterator[dict[str,
         "visual_feats": real(2, 3, sizes.get("visual_feat_dim") or 8),
         "visual_pos": real(2, 3, 4),
         "query_embeds": real(2, length, hidden),
+        "encoder_hidden_states": real(2, 5, hidden),
         "past_values": real(2, sizes.get("context_length") or 32, channels),
         "grid_thw": grid,
         "image_grid_thw": grid,

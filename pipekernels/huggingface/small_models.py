@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipekernels.huggingface.small_inputs import (
     inner_configs,
     inputs_for,
 )
+from pipekernels.tensor_parallel.full_layer import linear_classes
 
 LAYERS, KEYS, LENGTH = 2, 2, 64
 _SMALL: dict[Any, int] = {"width": 32, "inner": 48, "queries": 4, "states": 64, "state_heads": 8}
@@ -252,15 +254,26 @@ def _new_model(kind: Any, small: Any, dtype: torch.dtype) -> Any:
 
 
 def running_inputs(model: Any, dtype: torch.dtype, length: int = TOKENS) -> dict[str, Tensor]:
-    """The first inputs with which ``model`` runs. Raises what it first raised; ValueError if none
-    can be made."""
+    """The inputs with which most linear layers of ``model`` run, the first of those. Raises what it
+    first raised; ValueError if none can be made."""
     failure: Exception | None = None
-    for inputs in inputs_for(model, dtype, length):
-        try:
-            with torch.no_grad():
+    found: dict[str, Tensor] | None = None
+    layers = [layer for layer in model.modules() if isinstance(layer, linear_classes())]
+    ran, most = set[nn.Module](), 0
+    with ExitStack() as hooks, torch.no_grad():
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(lambda layer, _: ran.add(layer)))
+        for inputs in inputs_for(model, dtype, length):
+            ran.clear()
+            try:
                 model(**inputs)
-        except Exception as error:  # noqa: BLE001 - whatever the model raises
-            failure = failure or error
-        else:
-            return inputs
-    raise failure or ValueError(f"its main input, {model.main_input_name}, is not known here")
+            except Exception as error:  # noqa: BLE001 - whatever the model raises
+                failure = failure or error
+                continue
+            if found is None or len(ran) > most:
+                found, most = inputs, len(ran)
+            if most == len(layers):
+                break
+    if found is None:
+        raise failure or ValueError(f"its main input, {model.main_input_name}, is not known here")
+    return found

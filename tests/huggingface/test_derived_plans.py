@@ -46,6 +46,18 @@ def test_norms_that_all_heads_share_are_summed() -> None:
     assert own["q_layernorm"] == own["k_layernorm"] == "replicated_with_grad_allreduce"
 
 
+def test_layers_that_few_inputs_reach_are_sharded() -> None:
+    """Bart's decoder by itself attends to what it is given, Git's also looks at images."""
+    derived = derive(transformers.BartForCausalLM, transformers.BartConfig(decoder_layers=2))
+    assert derived.kinds["model.decoder.layers.*.encoder_attn.out_proj"] == "row"
+    vision = {"num_hidden_layers": 2}
+    config = transformers.GitConfig(num_hidden_layers=2, vision_config=vision)
+    rows = {
+        name for name, kind in derive(transformers.GitModel, config).kinds.items() if kind == "row"
+    }
+    assert "image_encoder.vision_model.encoder.layers.*.mlp.fc2" in rows
+
+
 HYBRIDS = {
     "Bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "FalconH1": {"num_hidden_layers": 3},

@@ -20,7 +20,7 @@ BUDGETS = {
     "pipekernels/comm/join": 440,
     "pipekernels/comm/process_group": 500,
     "pipekernels/device": 450,
-    "pipekernels/huggingface": 2_660,
+    "pipekernels/huggingface": 2_710,
     "pipekernels/kernels": 650,
     "pipekernels/local_ops": 1_330,
     "pipekernels/ops": 30,
@@ -34,12 +34,12 @@ BUDGETS = {
     "pipekernels/tensor_parallel": 2_440,
     "pipekernels/tensor_parallel/arithmetic": 620,
     "pipekernels/tensor_parallel/int8": 330,
-    "pipekernels/tensor_parallel/plan": 1_280,
-    "tests": 23_990,
-    "bench": 5_200,
+    "pipekernels/tensor_parallel/plan": 1_290,
+    "tests": 25_850,
+    "bench": 5_480,
 }
 CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
-TOTALS = {"pipekernels": 19_800, "core": 15_560}
+TOTALS = {"pipekernels": 19_860, "core": 15_575}
 
 
 def lines(files: Iterable[Path]) -> int:
