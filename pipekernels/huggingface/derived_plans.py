@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from itertools import combinations, groupby
+from itertools import groupby, product
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -40,17 +40,22 @@ from pipekernels.huggingface.likeness import (
     without_numbers,
 )
 from pipekernels.huggingface.small_models import small_model
-from pipekernels.huggingface.trials import Case, cases_of, difference, results, tensors_of
-from pipekernels.tensor_parallel.full_layer import features_of, linear_classes
+from pipekernels.huggingface.trials import (
+    Case,
+    attributes_to_divide,
+    cases_of,
+    difference,
+    results,
+    tensors_of,
+)
+from pipekernels.tensor_parallel.full_layer import features_of, is_embedding, linear_classes
 from pipekernels.tensor_parallel.plan.providers import ProvidedPlan
 
 _log = logging.getLogger(__name__)
 
 RANKS = 2
 MOST_FEATURES = 3600
-"""The most input features of all linear layers together. Each one takes a backward."""
-MOST_TRIALS = 24
-"""The most trials for one group, of which attributes to divide."""
+"""Most input features of all linear layers together: each takes a backward."""
 
 Reached = dict[nn.Module, Tensor]  # By producer: bool, [its features] or [features, its features].
 
@@ -129,11 +134,11 @@ def _derive(model: nn.Module, inputs: dict[str, Tensor], deep: nn.Module) -> Der
             continue  # A layer may feed one group and be fed in another.
         own |= blocks.norms(model)
         plan = {name: own[wild] for name, wild in names.items() if wild in own}
-        split = blocks.split_parameters(model)
+        split = blocks.per_head(model)
         hooked = {name: split[wild] for name, wild in names.items() if wild in split}
         why: str | None = "nothing was tried"
-        trials = _trials(model, plan, blocks.count)
-        for attributes, more in ((a, m) for m in ([{}, hooked] if split else [{}]) for a in trials):
+        trials = attributes_to_divide(model, plan, blocks.count)
+        for more, attributes in product([{}, hooked] if split else [{}], trials):
             why = difference(model, cases, plan | more, attributes, RANKS)
             if why is None:
                 own |= split if more else {}
@@ -365,15 +370,20 @@ class _Blocks:
         """How many features of each block follow one another in a layer."""
         return [len(list(same)) for _, same in groupby(self._of[key])]
 
-    def split_parameters(self, model: nn.Module) -> dict[str, str]:
-        """The kind of modules that own producers and parameters that may count heads."""
+    def per_head(self, model: nn.Module) -> dict[str, str]:
+        """Kinds of modules whose parameters may have an element for each head: owners of producers,
+        and embeddings beside or around these, which may be biases of positions."""
         found = {}
         for layer in self._producers:
-            name = self._flow.names[layer].rpartition(".")[0]
-            shapes = [p.shape for p in model.get_submodule(name).parameters(recurse=False)]
+            owner = self._flow.names[layer].rpartition(".")[0]
+            shapes = [p.shape for p in model.get_submodule(owner).parameters(recurse=False)]
             sizes = [next((size for size in shape if size > 1), 1) for shape in shapes]
             if sizes and not any(size % self.count for size in sizes):
-                found[without_numbers(name)] = "split_parameters"
+                found[without_numbers(owner)] = "split_parameters"
+            for name, module in model.named_modules():
+                is_around = f"{owner}.".startswith(f"{name.rpartition('.')[0]}.")
+                if is_around and is_embedding(module) and module.embedding_dim == self.count:
+                    found[without_numbers(name)] = "split_output"
         return found
 
     def _sizes(self, blocks: Sequence[int]) -> list[int] | None:
@@ -390,35 +400,6 @@ class _Blocks:
                 return None
             sizes.append(own.pop() * self.count)
         return sizes
-
-
-def _trials(model: nn.Module, plan: Mapping[str, str], blocks: int) -> list[dict[str, list[str]]]:
-    """Which attributes to divide, by names of modules: numbers of heads and of their features."""
-    heads, sizes = set[str](), set[str]()
-    owners: dict[str, nn.Module] = {}
-    features = {blocks}
-    for name, kind in plan.items():
-        layer = model.get_submodule(name)
-        if not isinstance(layer, linear_classes()):
-            continue
-        features.add(features_of(layer)[0 if kind == "row" else 1])
-        parent = name.rpartition(".")[0]
-        owners[parent] = model.get_submodule(parent)
-    if min(features) == blocks and len(features) == 1:
-        return [{}]  # Each feature by itself: there are no heads.
-    for owner in owners.values():
-        for key, value in vars(owner).items():
-            if type(value) is int and value > 1 and value % blocks == 0:
-                if "head" in key and not any(word in key for word in ("dim", "size")):
-                    heads.add(key)
-                elif value in features - {blocks}:
-                    sizes.add(key)
-    return [
-        {name: own for name, owner in owners.items() if (own := sorted(keys & vars(owner).keys()))}
-        for count in range(3)
-        for some in combinations(sorted(sizes), count)
-        for keys in ((heads | set(some), set(some)) if heads else (set(some),))
-    ][:MOST_TRIALS]
 
 
 _known: dict[tuple[type[nn.Module], str], Derived] = {}

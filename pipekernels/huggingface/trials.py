@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.huggingface.small_models import running_inputs
+from pipekernels.tensor_parallel.full_layer import features_of, linear_classes
 from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize
 from pipekernels.tensor_parallel.state import full_state_dict
 
@@ -20,6 +22,9 @@ LENGTHS = (1, 60)
 TOLERANCE = {torch.float64: 2**-22, torch.float32: 1e-3}
 """Tolerated difference, as a share of the largest magnitude. Sums are in another order, and many
 models of float64 compute some in float32: four units in its last place."""
+
+MOST_TRIALS = 24
+"""Most choices of attributes to divide, for one group of layers."""
 
 
 class Case(NamedTuple):
@@ -47,6 +52,37 @@ def cases_of(model: nn.Module) -> list[Case]:
     if _difference(cases, [results(again, *mode) for mode in modes]):
         raise ValueError("the small copy draws random numbers in its forward")
     return cases
+
+
+def attributes_to_divide(
+    model: nn.Module, plan: Mapping[str, str], blocks: int
+) -> list[dict[str, list[str]]]:
+    """What to try in turn, by names of modules: numbers of heads and of their features."""
+    heads, sizes = set[str](), set[str]()
+    owners: dict[str, nn.Module] = {}
+    features = {blocks}
+    for name, kind in plan.items():
+        layer = model.get_submodule(name)
+        if not isinstance(layer, linear_classes()):
+            continue
+        features.add(features_of(layer)[0 if kind == "row" else 1])
+        parent = name.rpartition(".")[0]
+        owners[parent] = model.get_submodule(parent)
+    if min(features) == blocks and len(features) == 1:
+        return [{}]  # Each feature by itself: there are no heads.
+    for owner in owners.values():
+        for key, value in vars(owner).items():
+            if type(value) is int and value > 1 and value % blocks == 0:
+                if "head" in key and not any(word in key for word in ("dim", "size")):
+                    heads.add(key)
+                elif value in features - {blocks}:
+                    sizes.add(key)
+    return [
+        {name: own for name, owner in owners.items() if (own := sorted(keys & vars(owner).keys()))}
+        for count in range(3)
+        for some in combinations(sorted(sizes), count)
+        for keys in ((heads | set(some), set(some)) if heads else (set(some),))
+    ][:MOST_TRIALS]
 
 
 def difference(

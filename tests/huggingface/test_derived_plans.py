@@ -58,6 +58,19 @@ def test_layers_that_few_inputs_reach_are_sharded() -> None:
     assert "image_encoder.vision_model.encoder.layers.*.mlp.fc2" in rows
 
 
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    [
+        ("MPNetForMaskedLM", "mpnet.encoder.relative_attention_bias"),
+        ("UMT5EncoderModel", "encoder.block.*.layer.*.SelfAttention.relative_attention_bias"),
+    ],
+)
+def test_a_bias_of_positions_is_divided_by_heads(name: str, bias: str) -> None:
+    kind = getattr(transformers, name)
+    derived = derive(kind, kind.config_class(num_hidden_layers=2, num_layers=2))
+    assert derived.kinds[bias] == "split_output" and bias in derived.counters
+
+
 HYBRIDS = {
     "Bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "FalconH1": {"num_hidden_layers": 3},
