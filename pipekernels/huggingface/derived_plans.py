@@ -8,8 +8,9 @@ feature of an MLP. Where the layers of a group have the same blocks in the same 
 blocks are divided among the ranks: layers that feed others become column-parallel, the layers that
 they feed row-parallel.
 
-Trial runs find the attributes that hold a number of heads: each group is sharded over two threads,
-and its plan is accepted only if outputs and all gradients equal those of the whole copy.
+Trials find the attributes that count heads: each group is sharded over two ranks, which are
+threads, and its plan is taken only if outputs and all gradients equal those of the whole copy.
+Other layers are column-parallel with gathered outputs.
 
 Two layers need not represent the others. So the plan is tried again on a small copy with all layers
 and other sizes, in evaluation and training, on one token and on a long text. The model itself must
@@ -19,12 +20,12 @@ be like this copy: :mod:`pipekernels.huggingface.likeness`.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from importlib import import_module
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import groupby, product
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -54,6 +55,8 @@ from pipekernels.tensor_parallel.plan.providers import ProvidedPlan
 _log = logging.getLogger(__name__)
 
 RANKS = 2
+LEAST_FEATURES = 16
+"""Least input and output features, in the small copy, of a layer that is sharded by itself."""
 MOST_FEATURES = 3600
 """Most input features of all linear layers together: each takes a backward."""
 
@@ -87,12 +90,14 @@ class Counter(NamedTuple):
 class Derived(NamedTuple):
     """A derived plan. Names have ``*`` in place of numbers."""
 
-    kinds: Mapping[str, str]
-    divided: Mapping[str, tuple[str, ...]]
-    counters: Mapping[str, Counter]
-    """For modules whose blocks have several features. Ranks hold whole blocks."""
-    refused: Mapping[str, str]
-    """Why layers stay whole, by their names."""
+    kinds: dict[str, str]
+    divided: dict[str, tuple[str, ...]]
+    counters: dict[str, Counter]
+    """By modules whose features are in blocks of several, which ranks hold whole."""
+    refused: dict[str, str]
+    """By groups of layers that ranks cannot share by blocks: why."""
+    gathered: dict[str, str]
+    """Kinds of layers that are in no such group, or in one that is refused."""
     copy: Description
     """Of the small copy with all layers."""
 
@@ -105,8 +110,11 @@ def derive(model_class: type[nn.Module], config: Any) -> Derived:
     """
     # Whatever the caller's thread has set; and its random numbers stay as they are.
     clean = torch.inference_mode(False), torch.enable_grad(), torch.device("cpu")
+    warnings = logging.getLogger("transformers")  # They would be about the small copy.
     with ExitStack() as stack:
-        for context in (*clean, torch.random.fork_rng(devices=[]), _quiet()):
+        stack.callback(warnings.setLevel, warnings.level)
+        warnings.setLevel(logging.ERROR)
+        for context in (*clean, torch.random.fork_rng(devices=[])):
             stack.enter_context(context)
         torch.manual_seed(0)
         deep, _ = small_model(model_class, config, deep=True)
@@ -114,35 +122,28 @@ def derive(model_class: type[nn.Module], config: Any) -> Derived:
 
 
 def _derive(model: nn.Module, inputs: dict[str, Tensor], deep: nn.Module) -> Derived:
-    copy_of_all = described(deep)
-    cases = [Case(False, inputs, results(copy.deepcopy(model), False, inputs))]
+    found = Derived({}, {}, {}, {}, {}, described(deep))
     deep_cases = cases_of(deep)
+    cases = [Case(False, inputs, results(copy.deepcopy(model), False, inputs))]
     flow = _Flow(copy.deepcopy(model), inputs)
-    names = {name: without_numbers(name) for name, _ in model.named_modules()}
-    kinds: dict[str, str] = {}
-    divided: dict[str, tuple[str, ...]] = {}
-    counters: dict[str, Counter] = {}
-    refused: dict[str, str] = {}
     for producers, consumers in flow.groups():
         layers = {without_numbers(flow.names[layer]) for layer in (*producers, *consumers)}
         shown = ", ".join(sorted(layers))
-        if layers <= kinds.keys() or shown in refused:
+        if layers <= found.kinds.keys() or shown in found.refused:
             continue
         blocks = _Blocks(producers, consumers, flow)
         own = blocks.kinds()
-        if own is None or any(kinds.get(name, kind) != kind for name, kind in own.items()):
+        if own is None or any(found.kinds.get(name, kind) != kind for name, kind in own.items()):
             continue  # A layer may feed one group and be fed in another.
         own |= blocks.norms(model)
-        plan = {name: own[wild] for name, wild in names.items() if wild in own}
-        split = blocks.per_head(model)
-        hooked = {name: split[wild] for name, wild in names.items() if wild in split}
+        plan, split = named(model, own), blocks.per_head(model)
         why: str | None = "nothing was tried"
         trials = attributes_to_divide(model, plan, blocks.count)
-        for more, attributes in product([{}, hooked] if split else [{}], trials):
-            why = difference(model, cases, plan | more, attributes, RANKS)
+        for more, attributes in product([{}, split] if split else [{}], trials):
+            why = difference(model, cases, plan | named(model, more), attributes, RANKS)
             if why is None:
-                own |= split if more else {}
-                keys = {names[name]: tuple(keys) for name, keys in attributes.items()}
+                own |= more
+                keys = {without_numbers(name): tuple(keys) for name, keys in attributes.items()}
                 counter = blocks.counter(model, attributes)
                 if blocks.size == 1 or counter is not None:
                     there = named(deep, own), named(deep, keys)
@@ -150,46 +151,43 @@ def _derive(model: nn.Module, inputs: dict[str, Tensor], deep: nn.Module) -> Der
                 else:
                     why = f"it has blocks of {blocks.size} features, of which a rank might cut some"
                 if why is None:
-                    kinds |= own
-                    divided |= keys
-                    counters |= dict.fromkeys(own, counter) if counter else {}
+                    found.kinds.update(own)
+                    found.divided.update(keys)
+                    found.counters.update(dict.fromkeys(own, counter) if counter else {})
                 break
         if why is not None:
-            refused[shown] = why
-    return Derived(kinds, divided, counters, refused, copy_of_all)
+            found.refused[shown] = why
+    found.gathered.update(_gathered(flow, found.kinds, deep, deep_cases))
+    return found
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences transformers' warnings, which would be about the small copy."""
-    logging_of: Any = import_module("transformers.utils.logging")
-    before = logging_of.get_verbosity()
-    logging_of.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging_of.set_verbosity(before)
+def _gathered(
+    flow: _Flow, planned: Mapping[str, str], deep: nn.Module, cases: Sequence[Case]
+) -> dict[str, str]:
+    """Kinds of wide layers in stacks that are not ``planned``: every rank gets the whole output."""
+
+    def is_only_called(name: str) -> bool:  # Kernels for GPUs may take a layer's weight.
+        owner, _, own = name.rpartition(".")
+        try:
+            source = inspect.getsource(type(flow.model.get_submodule(owner)))
+        except (OSError, TypeError):  # Of a class without a file.
+            return False
+        return f".{own}.weight" not in source
+
+    wide = [flow.names[x] for x in flow.sources if min(features_of(x)) >= LEAST_FEATURES]
+    called = map(without_numbers, filter(is_only_called, wide))
+    left = [name for name in called if "*" in name and name not in planned]
+    kinds = dict.fromkeys(left, "column_gather_output")
+    return kinds if difference(deep, cases, named(deep, kinds), {}, RANKS) is None else {}
 
 
 class _Flow:
-    """Which features of linear layers' inputs depend on which features of others' outputs.
-
-    Args:
-        model: in evaluation mode; its linear layers get hooks during the constructor.
-        inputs: of its forward.
-
-    Raises:
-        ValueError: it has more than ``MOST_FEATURES``.
-
-    Attributes:
-        names: of the linear layers.
-        sources: by layer, by those that feed it: which features of the input depend on which
-            features of the output.
-    """
+    """Which features of linear layers' inputs depend on which features of others' outputs. Raises
+    ValueError for more than ``MOST_FEATURES``."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-        kinds = linear_classes()
-        self.names = {m: name for name, m in model.named_modules() if type(m) in kinds}
+        self.model = model
+        self.names = {m: n for n, m in model.named_modules() if type(m) in linear_classes()}
         self._inputs: dict[nn.Module, list[Tensor]] = defaultdict(list)
         self._leaves: list[Tensor] = []
         self._owners: list[nn.Module] = []
@@ -204,6 +202,7 @@ class _Flow:
         features = sum(x.shape[-1] for inputs in self._inputs.values() for x in inputs)
         if features > MOST_FEATURES:
             raise ValueError(f"the small copy has {features} features, more than {MOST_FEATURES}")
+        # By layer, by those that feed it: bool, [its input features, their output features].
         self.sources = {layer: self._sources_of(inputs) for layer, inputs in self._inputs.items()}
         # Layers that reach an output without passing another linear layer stay whole.
         self._exposed: set[nn.Module] = set()
@@ -271,12 +270,8 @@ class _Flow:
 
 
 class _Blocks:
-    """The blocks of features of a group of layers.
-
-    Attributes:
-        count: their number.
-        size: the fewest features of a layer in one.
-    """
+    """The blocks of features of a group of layers: their ``count``, and as ``size`` the fewest
+    features of a layer in one."""
 
     def __init__(
         self, producers: Sequence[nn.Module], consumers: Sequence[nn.Module], flow: _Flow
@@ -320,11 +315,9 @@ class _Blocks:
         found: dict[str, str] = {}
         for layer in self._producers:
             sizes = self._sizes(self._of[layer, False])
-            if sizes is None:
-                return None
+            if sizes is None or len(set(sizes)) > 1:
+                return None  # Unequal ones would have other sizes in the model itself.
             kind = "column" if len(sizes) == 1 else f"packed_column:{len(sizes)}"
-            if len(set(sizes)) > 1:
-                return None  # They would have other sizes in the model itself.
             found[without_numbers(self._flow.names[layer])] = kind
         for layer in self._consumers:
             if self._sizes(self._of[layer, True]) != [len(self._of[layer, True])]:
@@ -419,12 +412,12 @@ def derived_plan(model: Any, config: Any) -> ProvidedPlan:
                 _known[key] = derive(type(model), config)
             except ValueError as error:
                 _log.info("no plan is derived for %s: %s", type(model).__name__, error)
-                _known[key] = Derived({}, {}, {}, {}, {})
+                _known[key] = Derived({}, {}, {}, {}, {}, {})
         derived = _known[key]
     for layers, why in derived.refused.items():
-        _log.info("%s of %s stay whole: %s", layers, type(model).__name__, why)
+        _log.info("%s of %s are not in blocks to share: %s", layers, type(model).__name__, why)
     kinds = named(model, derived.kinds)
     check_alike(model, derived.copy, kinds)
-    counts = {n: c.blocks(model, n) for n, c in named(model, derived.counters).items()}
-    heads = {name: (count, count) for name, count in counts.items()}
+    heads = {n: (b := c.blocks(model, n), b) for n, c in named(model, derived.counters).items()}
+    kinds |= named(model, derived.gathered)
     return ProvidedPlan(kinds, named(model, derived.divided), heads)

@@ -16,8 +16,10 @@ Value = TypeVar("Value")
 
 
 def without_numbers(name: str) -> str:
-    """``name`` with ``*`` in place of numbers."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+    """``name`` with ``*`` in place of numbers, but for a last one inside of a numbered layer, which
+    may be that of a linear layer in ``nn.Sequential``."""
+    *outer, last = ["*" if part.isdecimal() else part for part in name.split(".")]
+    return ".".join([*outer, name.rpartition(".")[2] if "*" in outer else last])
 
 
 def named(model: nn.Module, values: Mapping[str, Value]) -> dict[str, Value]:

@@ -58,9 +58,8 @@ def attributes_to_divide(
     model: nn.Module, plan: Mapping[str, str], blocks: int
 ) -> list[dict[str, list[str]]]:
     """What to try in turn, by names of modules: numbers of heads and of their features."""
-    heads, sizes = set[str](), set[str]()
+    heads, sizes, features = set[str](), set[str](), {blocks}
     owners: dict[str, nn.Module] = {}
-    features = {blocks}
     for name, kind in plan.items():
         layer = model.get_submodule(name)
         if not isinstance(layer, linear_classes()):

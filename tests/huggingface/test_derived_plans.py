@@ -97,12 +97,18 @@ def test_layers_that_drop_paths_and_towers_of_a_depth_are_like_their_copies() ->
         assert rows[:2] == [count, count]
 
 
-def test_what_has_all_heads_stays_whole_with_a_reason() -> None:
-    """MPT's ALiBi has a slope for each head; its MLP is sharded."""
+def test_the_outputs_of_what_needs_all_heads_are_gathered() -> None:
+    """MPT's ALiBi has a slope for each head."""
     derived = derive(transformers.MptForCausalLM, transformers.MptConfig())
     assert {name.rpartition(".")[2] for name in derived.kinds} == {"up_proj", "down_proj"}
     ((layers, why),) = derived.refused.items()
     assert "Wqkv" in layers and "Error" in why
+    assert derived.gathered == dict.fromkeys(layers.split(", ")[::-1], "column_gather_output")
+
+
+def test_linear_layers_of_a_sequence_have_kinds_of_their_own() -> None:
+    kinds = derive(transformers.CTRLLMHeadModel, transformers.CTRLConfig(n_layer=2)).kinds
+    assert [kinds[f"transformer.h.*.ffn.{i}"] for i in (0, 2)] == ["column", "row"]
 
 
 def test_a_large_model_gets_the_plan_of_its_small_copy() -> None:
@@ -121,6 +127,42 @@ def test_a_large_model_gets_the_plan_of_its_small_copy() -> None:
         plan_for(transformers.BartForConditionalGeneration(config), 7)
 
 
+def test_the_page_of_families_is_read_as_it_was_written() -> None:
+    text = families.PAGE.read_text()
+    assert families.page(sorted(families.on_page(text))) == text
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_share_of_a_rank_leaves_embeddings_out(tied: bool) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=100, pad_token_id=0, tie_word_embeddings=tied,
+    )  # fmt: skip
+    head, keys, norms = 0 if tied else 100 * 8, 3 * 2 * 4 * 8, 7 * 8
+    halved = 3 * (2 * 8 * 8 + 3 * 8 * 24) + head  # Both ranks have the one head of keys and values.
+    with torch.device("meta"):
+        models = [transformers.LlamaForCausalLM(config) for _ in range(2)]
+    shares = run_threads(2, lambda comm: families.share_held(models[comm.rank], comm))
+    expected = (halved / 2 + keys + norms) / (halved + keys + norms)
+    assert shares == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+def test_families_without_a_share_say_why() -> None:
+    assert families.share_of("resnet").startswith("ResNetForImageClassification carries")
+    assert families.share_of("gpt2") == "0.50"
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["clip", "siglip", "falcon", "deberta-v2", "albert", "electra", "xlm-roberta", "bart",
+     "stablelm", "wav2vec2"],
+)  # fmt: skip
+@pytest.mark.full
+def test_families_without_a_plan_are_sharded(family: str) -> None:
+    finding = families.look_at(family)
+    assert finding.state == "equal", finding
+
+
 def test_the_callers_state_does_not_matter_and_stays() -> None:
     class Other(transformers.BertForMaskedLM):  # Not known yet.
         pass
@@ -136,14 +178,14 @@ def test_the_callers_state_does_not_matter_and_stays() -> None:
 
 
 def test_models_that_have_no_small_form_have_no_plan() -> None:
-    class Broken(transformers.BertForMaskedLM):
+    class Broken(transformers.BertModel):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("never")
 
     config = transformers.BertConfig()
     with pytest.raises(ValueError, match="a small Broken does not run: never"):
         small_model(Broken, config)
-    model, _ = small_model(transformers.BertForMaskedLM, config)
+    model, _ = small_model(transformers.BertModel, config)
     model.__class__ = Broken
     model.config.model_type = "broken"
     assert Transformers().plan_of(model) is None

@@ -59,11 +59,13 @@ def test_an_invented_model_is_whole_or_equal(seed: int) -> None:
 
 
 @pytest.mark.parametrize("when", ["period", "index", "training", "longer", "kind"])
-def test_only_the_odd_part_stays_whole(when: str) -> None:
+def test_only_the_odd_part_is_gathered(when: str) -> None:
     config = InventedConfig(num_hidden_layers=4, when=when, number=3)
     model = Invented(config).double()
-    names = {layer.name.rpartition(".")[2] for layer in plan_for(model, 2).layers}
-    assert names == {"q", "k", "v", "o"}
+    kinds = {layer.name.rpartition(".")[2]: layer.kind for layer in plan_for(model, 2).layers}
+    assert kinds.keys() == {"q", "k", "v", "o", "up", "down"}
+    gathered = {name for name, kind in kinds.items() if kind == "column_gather_output"}
+    assert gathered == {"up", "down"}
     assert is_sharded_rightly(model, 2)
 
 
