@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -16,6 +17,8 @@ from pipekernels.tensor_parallel.experts import is_experts
 from pipekernels.tensor_parallel.functional import Heads
 from pipekernels.tensor_parallel.plan.providers import PlanProvider, ProvidedPlan, base_of
 from pipekernels.tensor_parallel.sharded import sharded_layers
+
+_log = logging.getLogger(__name__)
 
 
 class Transformers(PlanProvider):
@@ -40,13 +43,32 @@ class Transformers(PlanProvider):
             of = {name: heads.get(name, own) for name, own in plan.heads.items()}
             heads = {n: of[n] if of[n][1] == own[1] else own for n, own in plan.heads.items()}
         words = {**_experts(model, plan.words), **_adapted(model, plan.words, config)}
-        if not words:
-            return None
         for head in _output_head(model):
-            if not any(fnmatchcase(head, pattern) for pattern in words):
+            if words and not any(fnmatchcase(head, pattern) for pattern in words):
                 words[head] = "column_gather_output"
         _check_functions(model, words)
-        return plan._replace(words=words, heads=heads)
+        towers = self._towers(model, words)
+        return plan._replace(words=words, heads=heads, towers=towers) if words or towers else None
+
+    def _towers(self, model: nn.Module, words: Mapping[str, str]) -> dict[str, ProvidedPlan]:
+        """Plans of the outermost models inside ``model`` of which ``words`` names nothing."""
+        names = dict(model.named_modules())
+        planned = [f"{n}." for n in names if any(fnmatchcase(n, pattern) for pattern in words)]
+        found: dict[str, ProvidedPlan] = {}
+        for name, module in names.items():
+            is_model = name != "" and hasattr(module, "main_input_name")
+            has_plan = any(planned_name.startswith(f"{name}.") for planned_name in planned)
+            if not is_model or has_plan or name.startswith(tuple(f"{tower}." for tower in found)):
+                continue
+            try:
+                plan = self.plan_of(module)
+            except ValueError as error:
+                _log.info("%s of %s stays whole: %s", name, type(model).__name__, error)
+                continue
+            if plan is not None:
+                found[name] = plan._replace(towers={})
+                found |= {f"{name}.{tower}": inner for tower, inner in plan.towers.items()}
+        return found
 
     def prepare(self, model: nn.Module) -> None:
         save_full_models(model)

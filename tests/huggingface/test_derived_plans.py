@@ -1,5 +1,6 @@
 """Plans derived from small copies of models that carry none."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 
+from pipekernels import Communicator, tensor_parallelize
 from pipekernels.huggingface.derived_plans import derive
 from pipekernels.huggingface.plans import Transformers
-from pipekernels.huggingface.small_models import small_model
+from pipekernels.huggingface.small_models import running_inputs, small_model
 from pipekernels.tensor_parallel import plan_for
+from pipekernels.tensor_parallel.plan.providers import ProvidedPlan
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +112,31 @@ def test_the_outputs_of_what_needs_all_heads_are_gathered() -> None:
 def test_linear_layers_of_a_sequence_have_kinds_of_their_own() -> None:
     kinds = derive(transformers.CTRLLMHeadModel, transformers.CTRLConfig(n_layer=2)).kinds
     assert [kinds[f"transformer.h.*.ffn.{i}"] for i in (0, 2)] == ["column", "row"]
+
+
+def test_a_tower_that_the_carried_plan_leaves_out_has_its_own() -> None:
+    plain, _ = small_model(*families.class_of("internvl"))
+    inputs = running_inputs(plain.vision_tower, torch.float64)
+    expected = plain.vision_tower(**inputs).last_hidden_state
+
+    def body(comm: Communicator) -> tuple[list[str], float]:
+        tower = tensor_parallelize(copy.deepcopy(plain), "auto", comm).vision_tower
+        held = dict(tower.encoder.named_parameters())
+        full = plain.vision_tower.encoder.named_parameters()
+        whole = [key for key, p in full if p.dim() == 2 and p.shape == held[key].shape]
+        return whole, (tower(**inputs).last_hidden_state - expected).abs().max().item()
+
+    for whole, error in run_threads(2, body):
+        assert not whole and error < 1e-12
+
+
+def test_towers_of_fewer_heads_than_ranks_stay_whole() -> None:
+    tower = ProvidedPlan({"*.o": "row"}, heads={"attention.o": (4, 2)})
+    plan = ProvidedPlan({"q": "column"}, towers={"vision": tower})
+    assert plan.with_towers(4) == ProvidedPlan(
+        {"q": "column", "vision.*.o": "row"}, heads={"vision.attention.o": (4, 2)}
+    )
+    assert plan.with_towers(5) == ProvidedPlan({"q": "column"})
 
 
 def test_a_large_model_gets_the_plan_of_its_small_copy() -> None:

@@ -45,8 +45,8 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
             attention heads than there are ranks.
     """
     plans = (provider.plan_of(model) for provider in PROVIDERS)
-    provided = next((plan for plan in plans if plan is not None), None)
-    if provided is None:
+    provided = next((plan.with_towers(world_size) for plan in plans if plan is not None), None)
+    if provided is None or not provided.words:
         layers = [n for n, module in model.named_modules() if isinstance(module, linear_classes())]
         shown = ", ".join(layers[:8]) + (", ..." if len(layers) > 8 else "")
         raise ValueError(

@@ -23,6 +23,18 @@ class ProvidedPlan(NamedTuple):
     """By patterns for module names: attributes of which a rank has its share."""
     heads: Mapping[str, Heads] = {}
     """By names of modules that the plan names: of which heads their features are."""
+    towers: Mapping[str, ProvidedPlan] = {}
+    """By names of models inside the model, of which ``words`` names nothing: their own plans."""
+
+    def with_towers(self, world_size: int) -> ProvidedPlan:
+        """The plan with those of its towers that have enough heads for ``world_size`` ranks."""
+        words, divided, heads = dict(self.words), dict(self.divided), dict(self.heads)
+        for tower, plan in self.towers.items():
+            if all(count >= world_size for count, _ in plan.heads.values()):
+                words |= {f"{tower}.{pattern}": word for pattern, word in plan.words.items()}
+                divided |= {f"{tower}.{pattern}": keys for pattern, keys in plan.divided.items()}
+                heads |= {f"{tower}.{name}": own for name, own in plan.heads.items()}
+        return ProvidedPlan(words, divided, heads)
 
 
 class PlanProvider:
