@@ -83,7 +83,7 @@ HYBRIDS = {
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_state_space_models_have_copies_of_both_sizes(name: str) -> None:
-    """Attention and MLPs are sharded between mixers, which stay whole."""
+    """Attention and MLPs are sharded by blocks, the mixers between them are not."""
     config = getattr(transformers, f"{name}Config")(**HYBRIDS[name])
     derived = derive(getattr(transformers, f"{name}ForCausalLM"), config)
     rows = {key.rpartition(".")[2] for key, kind in derived.kinds.items() if kind == "row"}
