@@ -244,8 +244,7 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Identifies a storage, also one without memory; its Python object may be recreated."""
 
 storage_references = torch._C._storage_Use_Count
-"""The number of references to a storage, given by its :func:`storage_key`, by tensors, graphs and
-Python."""
+"""References to a storage, given by its :func:`storage_key`, of tensors, graphs and Python."""
 
 # ---- streams ----
 
@@ -259,10 +258,8 @@ of ``torch.cuda.current_stream()``. None in builds without CUDA."""
 scaled_mm = torch._scaled_mm
 """cuBLAS's product of float8 matrices; its public successor is not in torch 2.6."""
 
-
-def tensor_of(reference: Any) -> Tensor:
-    """The tensor of a capsule that owns a reference in C++, which it gives up."""
-    return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(reference)
+tensors_of = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+"""The tensors of capsules that own references in C++, which they give up."""
 
 
 def reference_to(tensor: Tensor) -> Any:

@@ -4,9 +4,12 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -18,6 +21,7 @@
 #include "pipekernels/host/dlpack.h"
 #include "pipekernels/host/dlpack_tensor.h"
 #include "tensor.h"
+#include "torch_shim.h"
 
 namespace pipekernels::python {
 namespace {
@@ -65,15 +69,15 @@ void check_shape(const Integers& part, const Integers& whole, int64_t dim, size_
                               text(whole) + ", except along dimension " + std::to_string(dim));
 }
 
-// The request for tensors that must all be on one device of `device_type`. If the dtypes of a
-// tensor and its microbatches differ, elements are cast.
+// The request for tensors that must all be on one device of `device_type`, whose index becomes
+// `device`. If the dtypes of a tensor and its microbatches differ, elements are cast.
 MicroBatchCopy micro_batch_copy(bool split, int64_t dim, const py::list& wholes,
-                                const py::list& micro_batches, dlpack::DeviceType device_type) {
+                                const py::list& micro_batches, dlpack::DeviceType device_type,
+                                int& device) {
   MicroBatchCopy request;
   request.direction = split ? Direction::kSplit : Direction::kConcat;
   request.dim = dim;
   std::vector<Kinds> kinds;  // of each whole tensor and its microbatches
-  int device = 0;            // of the first tensor
   const auto checked_view = [&](py::handle tensor) {
     TensorView view = view_of(tensor);
     if (kinds.empty()) device = view.device;
@@ -163,17 +167,134 @@ bool are_plain_and_fit(int64_t dim, int64_t tensors, const py::list& micro_batch
   return true;
 }
 
+// A split into contiguous microbatches that torch allocates.
+class NewSplit {
+ public:
+  // Without effect, and false, for what torch's C interface or its older versions do not make, for
+  // tensors that do not fit, and where torch finds no memory: torch's Python functions take these,
+  // or raise the error. `dtype` is a c10::ScalarType to cast to, or -1.
+  bool read(const py::list& tensors, const Integers& sizes, int64_t dim, int32_t dtype) {
+    const auto* const to = torch_shim::type_of(dtype);
+    if (!torch_shim::is_found || tensors.empty() || (dtype >= 0 && (!to || !is_castable(*to)))) {
+      return false;
+    }
+    request_ = {Direction::kSplit, dim, sizes, {}, {}};
+    const int64_t batch = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+    for (const py::handle tensor : tensors) {
+      dlpack::Tensor whole;
+      if (!describe(tensor, whole) || dim < 0 || dim >= whole.dims || whole.shape[dim] != batch) {
+        return false;
+      }
+      if (made_.empty()) device_type_ = whole.device_type, device_ = whole.device;
+      const auto* const from = torch_shim::type_of(whole);
+      if (from == nullptr || whole.device_type != device_type_ || whole.device != device_) {
+        return false;
+      }
+      const bool casts = to != nullptr && is_castable(*from) && from != to;
+      request_.wholes.push_back({static_cast<char*>(whole.data) + whole.offset, from->bits / 8,
+                                 Integers(whole.shape, whole.shape + whole.dims),
+                                 Integers(whole.strides, whole.strides + whole.dims)});
+      if (casts) request_.wholes.back().cast = {cast_code(*from), cast_code(*to)};
+      made_.push_back(casts ? to->dtype : from->dtype);
+    }
+    return true;
+  }
+
+  // Without the GIL: an allocation may wait for kernels that other threads have yet to launch.
+  bool allocate() {
+    for (const int64_t size : request_.sizes) {
+      for (size_t t = 0; t < request_.wholes.size(); ++t) {
+        Integers shape = request_.wholes[t].shape, strides(shape.size(), 1);
+        shape[request_.dim] = size;
+        for (size_t d = shape.size() - 1; d > 0; --d) {
+          strides[d - 1] = strides[d] * std::max<int64_t>(shape[d], 1);
+        }
+        torch_shim::Tensor part;
+        const void* data;
+        if (torch_shim::aoti_torch_empty_strided(shape.size(), shape.data(), strides.data(),
+                                                 made_[t], device_type_ - dlpack::kCpu, device_,
+                                                 &part) != 0) {
+          return false;
+        }
+        parts_.emplace_back(part);
+        if (torch_shim::torch_get_const_data_ptr(part, &data) != 0) return false;
+        request_.micro_batches.push_back(
+            {static_cast<char*>(const_cast<void*>(data)), std::move(strides)});
+      }
+    }
+    return true;
+  }
+
+  bool is_on_cpu() const { return device_type_ == dlpack::kCpu; }
+  int device() const { return device_; }
+  const MicroBatchCopy& request() const { return request_; }
+
+  // Capsules of references to the microbatches, for Python to own.
+  py::list release() {
+    py::list capsules;
+    for (auto& part : parts_) capsules.append(py::cast(static_cast<void*>(part.release())));
+    return capsules;
+  }
+
+ private:
+  static DType cast_code(const torch_shim::Type& type) {
+    dlpack::Tensor described{};
+    described.type_code = type.code;
+    described.type_bits = type.bits;
+    described.type_lanes = 1;
+    return static_cast<DType>(dtype_of(described));
+  }
+  static bool is_castable(const torch_shim::Type& type) {
+    return type.code == dlpack::kFloat || type.code == dlpack::kBfloat;
+  }
+
+  MicroBatchCopy request_;
+  int32_t device_type_ = 0, device_ = 0;
+  std::vector<int32_t> made_;  // the c10::ScalarType of each tensor's microbatches
+  std::vector<torch_shim::OwnedTensor> parts_;
+};
+
+// Capsules of the new microbatches of `tensors`, or None, see NewSplit::read(). `by` is the number
+// of threads on the CPU, and the stream on a CUDA device.
+py::object split_micro_batches(const py::list& tensors, const Integers& sizes, int64_t dim,
+                               int32_t dtype, uintptr_t by) {
+  NewSplit split;
+  if (!split.read(tensors, sizes, dim, dtype)) return py::none();
+  if (split.is_on_cpu()) check_in_range("threads", static_cast<int64_t>(by), 1, kMaxThreads);
+  const auto run = [&] {
+    if (!split.allocate()) return false;
+    if (split.is_on_cpu()) {
+      copy_micro_batches(split.request(), static_cast<int>(by));
+      return true;
+    }
+#ifdef PIPEKERNELS_WITH_CUDA
+    copy_micro_batches_cuda(split.request(), split.device(), address(by));
+    return true;
+#else
+    return false;
+#endif
+  };
+  std::optional<NoGil> no_gil(std::in_place);
+  const bool done = run();
+  no_gil.reset();
+  if (!done) return py::none();
+  return split.release();
+}
+
 }  // namespace
 
 void bind_micro_batches(py::module_& m) {
   m.def("are_plain", &are_plain);
   m.def("are_plain_and_fit", &are_plain_and_fit);
+  m.def("split_micro_batches", &split_micro_batches);
   m.def(
       "copy_micro_batches",
       [](bool split, int64_t dim, const py::list& wholes, const py::list& micro_batches,
          int threads) {
         check_in_range("threads", threads, 1, kMaxThreads);
-        const auto request = micro_batch_copy(split, dim, wholes, micro_batches, dlpack::kCpu);
+        int device = 0;
+        const auto request =
+            micro_batch_copy(split, dim, wholes, micro_batches, dlpack::kCpu, device);
         const NoGil no_gil;
         copy_micro_batches(request, threads);
       },
@@ -184,9 +305,11 @@ void bind_micro_batches(py::module_& m) {
       "copy_micro_batches_cuda",
       [](bool split, int64_t dim, const py::list& wholes, const py::list& micro_batches,
          uintptr_t stream) {
-        const auto request = micro_batch_copy(split, dim, wholes, micro_batches, dlpack::kCuda);
+        int device = 0;
+        const auto request =
+            micro_batch_copy(split, dim, wholes, micro_batches, dlpack::kCuda, device);
         const NoGil no_gil;
-        copy_micro_batches_cuda(request, address(stream));
+        copy_micro_batches_cuda(request, device, address(stream));
       },
       py::arg("split"), py::arg("dim"), py::arg("wholes"), py::arg("micro_batches"),
       py::arg("stream"));

@@ -28,13 +28,7 @@ void require(int32_t failed) {
   if (failed) throw std::runtime_error("torch could not describe or make a tensor");
 }
 
-// Owns a reference to a tensor, or null.
-struct Release {
-  void operator()(torch_shim::Tensor tensor) const {
-    torch_shim::aoti_torch_delete_tensor_object(tensor);
-  }
-};
-using Tensor = std::unique_ptr<std::remove_pointer_t<torch_shim::Tensor>, Release>;
+using Tensor = torch_shim::OwnedTensor;
 
 Tensor tensor_of(Value value) { return Tensor(reinterpret_cast<torch_shim::Tensor>(value)); }
 
@@ -47,28 +41,16 @@ struct Operands {
   Tensor x, weight, scale, bias;
 };
 
-// A tensor's dtype is a c10::ScalarType, a number that files of torch contain.
-struct Type {
-  int32_t dtype;
-  dlpack::TypeCode code;
-  uint8_t bits;
-};
-constexpr Type kTypes[] = {{7, dlpack::kFloat, 64},
-                           {6, dlpack::kFloat, 32},
-                           {5, dlpack::kFloat, 16},
-                           {15, dlpack::kBfloat, 16},
-                           {1, dlpack::kInt, 8}};
 constexpr int32_t kCpu = 0;  // A c10::DeviceType.
 
-// Describes a contiguous tensor with memory, of one of kTypes; false for all others.
+// Describes a contiguous tensor with memory, of a type that has a description; false for others.
 bool describe(const Tensor& tensor, dlpack::Tensor& described, int32_t& dtype) {
   int64_t dims;
   const void* data;
   require(torch_shim::aoti_torch_get_dim(tensor.get(), &dims));
   require(torch_shim::aoti_torch_get_dtype(tensor.get(), &dtype));
-  const auto* type = std::begin(kTypes);
-  while (type != std::end(kTypes) && type->dtype != dtype) ++type;
-  if (type == std::end(kTypes)) return false;
+  const auto* const type = torch_shim::type_of(dtype);
+  if (type == nullptr) return false;
   described = {nullptr, dlpack::kCpu, 0, static_cast<int32_t>(dims), type->code, type->bits, 1,
                nullptr, nullptr,      0};
   require(torch_shim::aoti_torch_get_sizes(tensor.get(), &described.shape));

@@ -6,6 +6,10 @@
 #include <dlfcn.h>
 
 #include <cstdint>
+#include <memory>
+#include <type_traits>
+
+#include "pipekernels/host/dlpack.h"
 
 namespace pipekernels::torch_shim {
 
@@ -40,7 +44,8 @@ constexpr uint64_t kVersion = uint64_t{2} << 56 | uint64_t{10} << 48;
 PIPEKERNELS_TORCH_FUNCTIONS(DECLARE)
 #undef DECLARE
 
-// Whether torch has all of them.
+inline bool is_found = false;  // Whether torch has all of them.
+
 inline bool find_functions() {
   void* const torch = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
   bool found = torch != nullptr;
@@ -48,7 +53,41 @@ inline bool find_functions() {
   found = found && (name = reinterpret_cast<decltype(name)>(dlsym(torch, #name)));
   PIPEKERNELS_TORCH_FUNCTIONS(FIND)
 #undef FIND
-  return found;
+  return is_found = found;
+}
+
+// Owns a reference to a tensor, or null.
+struct Release {
+  void operator()(Tensor tensor) const { aoti_torch_delete_tensor_object(tensor); }
+};
+using OwnedTensor = std::unique_ptr<std::remove_pointer_t<Tensor>, Release>;
+
+// A tensor's dtype is a c10::ScalarType, a number that files of torch contain.
+struct Type {
+  int32_t dtype;
+  dlpack::TypeCode code;
+  uint8_t bits;
+};
+constexpr Type kTypes[] = {
+    {7, dlpack::kFloat, 64},   {6, dlpack::kFloat, 32},   {5, dlpack::kFloat, 16},
+    {15, dlpack::kBfloat, 16}, {1, dlpack::kInt, 8},      {2, dlpack::kInt, 16},
+    {3, dlpack::kInt, 32},     {4, dlpack::kInt, 64},     {0, dlpack::kUnsigned, 8},
+    {11, dlpack::kBool, 8},    {9, dlpack::kComplex, 64}, {10, dlpack::kComplex, 128}};
+
+// Null for types that are not in the table.
+inline const Type* type_of(int32_t dtype) {
+  for (const Type& type : kTypes) {
+    if (type.dtype == dtype) return &type;
+  }
+  return nullptr;
+}
+inline const Type* type_of(const dlpack::Tensor& tensor) {
+  for (const Type& type : kTypes) {
+    if (tensor.type_lanes == 1 && tensor.type_code == type.code && tensor.type_bits == type.bits) {
+      return &type;
+    }
+  }
+  return nullptr;
 }
 
 }  // namespace pipekernels::torch_shim

@@ -67,9 +67,12 @@ def split_micro_batches(
     """
     single = isinstance(tensors, Tensor)
     group = [tensors] if isinstance(tensors, Tensor) else _as_list(tensors, "tensors")
-    dim = _check(group, dim)
-    chunks = integer("chunks", chunks)
-    flat = SPLIT(group, micro_batch_sizes(group[0].shape[dim], chunks), dim, dtype)
+    quick = group and type(dim) is type(chunks) is int and dim >= 0 < chunks and not is_observed()
+    if quick and _backend.load().are_plain(group) and dim < min([t.ndim for t in group]):
+        run = SPLIT.directly
+    else:
+        run, dim, chunks = SPLIT, _check(group, dim), integer("chunks", chunks)
+    flat = run(group, micro_batch_sizes(group[0].shape[dim], chunks), dim, dtype)
     if single:
         return flat
     return [tuple(flat[i : i + len(group)]) for i in range(0, len(flat), len(group))]

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels._torch_private import below_autograd
+from pipekernels._torch_private import below_autograd, current_raw_stream, tensors_of
 from pipekernels.local_ops.dispatch import has_derivatives, is_observed
 
 # The second argument of the operations: sizes of the microbatches to split into, or how many
 # tensors each microbatch to concatenate has.
 Layout = Sequence[int] | int
+
+# What the native split casts to, as codes of c10::ScalarType.
+_CASTS = {None: -1, torch.float64: 7, torch.float32: 6, torch.float16: 5, torch.bfloat16: 15}
 
 
 # Call the result with separate sizes: torch takes longer to parse a list of sizes than to make a
@@ -139,16 +142,19 @@ class _Operation:
     def _compute(
         self, tensors: list[Tensor], layout: Layout, dim: int, dtype: torch.dtype | None
     ) -> list[Tensor]:
+        native, on_gpu = _backend.load(), tensors[0].is_cuda
+        # The stream of the copies, or on a CPU the number of their threads.
+        by = current_raw_stream(tensors[0].get_device()) if on_gpu else torch.get_num_threads()
+        if self._split and dtype in _CASTS:
+            made = native.split_micro_batches(tensors, layout, dim, _CASTS[dtype], by)
+            if made is not None:
+                return tensors_of(made)
         results = self._new(tensors, layout, dim, dtype)
         wholes, parts = (tensors, results) if self._split else (results, tensors)
-        native, device = _backend.load(), wholes[0].device
-        if device.type == "cpu":
-            native.copy_micro_batches(self._split, dim, wholes, parts, torch.get_num_threads())
-            return results
-        _backend.require_cuda()
-        with torch.cuda.device(device):
-            stream = torch.cuda.current_stream().cuda_stream
-            native.copy_micro_batches_cuda(self._split, dim, wholes, parts, stream)
+        if on_gpu:
+            _backend.require_cuda()
+        copy = native.copy_micro_batches_cuda if on_gpu else native.copy_micro_batches
+        copy(self._split, dim, wholes, parts, by)
         return results
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipekernels import _backend
-from pipekernels._torch_private import reference_to, tensor_of
+from pipekernels._torch_private import reference_to, tensors_of
 from pipekernels.comm import Communicator
 from pipekernels.comm.collectives import sum_of_outputs
 from pipekernels.local_ops.int8_linear import blockwise_into, int8_linear, is_emulated
@@ -138,7 +138,7 @@ def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tens
     def call(*arguments: Any) -> Any:
         is_plain = lambda each: each is None or isinstance(each, int)
         return reference_to(
-            kernel(*[each if is_plain(each) else tensor_of(each) for each in arguments])
+            kernel(*[each if is_plain(each) else tensors_of([each])[0] for each in arguments])
         )
 
     name = schema.partition("(")[0]

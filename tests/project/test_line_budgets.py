@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # Lines of Python with comments, docstrings and blank lines: in a folder of the package without the
 # folders in it, and in all of tests and bench.
 BUDGETS = {
-    "pipekernels": 930,
+    "pipekernels": 925,
     "pipekernels/balance": 360,
     "pipekernels/binding": 280,
     "pipekernels/comm": 1_560,

@@ -58,6 +58,7 @@ def micro_batches(native: Any) -> list[Case]:
     x, half = torch.zeros(4, 3), torch.zeros(2, 3)
     endless = torch.zeros(1).expand(1 << 62)
     meta = torch.zeros(0, 3, device="meta")
+    make = lambda dtype, by: lambda: native.split_micro_batches([x], [2, 2], 0, dtype, by)
     most = "more than 9223372036854775807"
     one = "all tensors must be on one device"
     cases: list[Case] = [
@@ -70,6 +71,9 @@ def micro_batches(native: Any) -> list[Case]:
         ("bytes overflow", copy(True, [endless], [endless]), ValueError, f"{most} bytes"),
         ("into bools", copy(True, [x], [x.bool()]), ValueError, "in dtype only if both"),
         ("no CPU", copy(True, [meta], [meta]), ValueError, f"{one}, the CPU, got one on meta"),
+        ("0 threads of a new split", make(-1, 0), ValueError, "threads must be in 1..8192, got 0"),
+        ("2^31 as a dtype", make(2**31, 1), TypeError, "incompatible"),
+        ("one on no CPU", copy(False, [x], [x, meta]), ValueError, "got one on meta"),
     ]
     if native.build_info()["cuda"]:
         call = native.copy_micro_batches_cuda

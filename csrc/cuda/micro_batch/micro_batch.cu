@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "host/runtime.cuh"
 #include "pipekernels/micro_batch/micro_batch.h"
 #include "pipekernels/micro_batch/micro_batch_plan.h"
 #include "pipekernels/micro_batch/micro_batch_tile.h"
@@ -119,6 +120,11 @@ void copy_micro_batches_cuda(const MicroBatchCopy& request, void* stream) {
   for (size_t begin = 0; begin < count; begin += kManyCopies) {
     launch<kManyCopies>(plan, begin, std::min<size_t>(count, begin + kManyCopies), cuda_stream);
   }
+}
+
+void copy_micro_batches_cuda(const MicroBatchCopy& request, int device, void* stream) {
+  const DeviceGuard guard(device);
+  copy_micro_batches_cuda(request, stream);
 }
 
 }  // namespace pipekernels

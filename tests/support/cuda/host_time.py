@@ -79,14 +79,14 @@ def layer_on_gpu(comm: Communicator) -> RowParallelLinear:
     return RowParallelLinear(FEATURES * comm.world_size, FEATURES, comm=comm, dtype=torch.bfloat16)
 
 
-def python_calls(call: Callable[[], Any]) -> list[str]:
-    """The functions of Python that ``call()`` calls, in order: file, line and name. Without the
-    stand-ins of ``pretended_gpus``, what they call, and comprehensions, whose frames depend on
-    Python's version."""
+def python_calls(call: Callable[[], Any], in_c: bool = False) -> list[str]:
+    """The functions of Python that ``call()`` calls, in order: file, line and name; ``in_c``: names
+    of those in C as well. Without the stand-ins of ``pretended_gpus``, what they call, and
+    comprehensions, whose frames depend on Python's version."""
     names: list[str] = []
     depth = 0  # Of frames of stand-ins.
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
+    def note(frame: FrameType, event: str, called: Any) -> None:
         nonlocal depth
         code = frame.f_code
         if depth or code.co_filename == pretended_gpus.__file__:
@@ -94,6 +94,8 @@ def python_calls(call: Callable[[], Any]) -> list[str]:
         elif event == "call" and code.co_name not in COMPREHENSIONS:
             file = code.co_filename.removeprefix(ROOT)
             names.append(f"{file}:{code.co_firstlineno} {code.co_name}")
+        elif event == "c_call" and in_c:
+            names.append(called.__name__)
 
     gc.disable()  # Finalizers that it calls would be counted.
     sys.setprofile(note)

@@ -77,9 +77,11 @@ def tasks_and_hand_overs() -> dict[str, Calls]:
 
 
 def splits() -> dict[str, Calls]:
-    """Of one tensor into eight."""
-    x = torch.zeros(8, 4)
-    return {"split_micro_batches": Counter(python_calls(lambda: split_micro_batches(x, 8)))}
+    """Of one tensor into eight, on a GPU; functions in C as well."""
+    with pretended_gpus():
+        x = torch.zeros(8, 4)
+        calls = python_calls(lambda: split_micro_batches(x, 8), in_c=True)
+    return {"split_micro_batches": Counter(calls)}
 
 
 def own(calls: Calls) -> float:

@@ -46,8 +46,9 @@ struct MicroBatchCopy {
 // Copies on the CPU with at most `threads` threads; small copies run on the calling thread alone.
 void copy_micro_batches(const MicroBatchCopy& request, int threads);
 
-// Copies on the current CUDA device in `stream` (a cudaStream_t), and returns after the launch.
-// Throws std::runtime_error on a CUDA error.
+// Copies on the current CUDA device, or on `device`, in `stream` (a cudaStream_t), and returns
+// after the launch. Throws std::runtime_error on a CUDA error.
 void copy_micro_batches_cuda(const MicroBatchCopy& request, void* stream);
+void copy_micro_batches_cuda(const MicroBatchCopy& request, int device, void* stream);
 
 }  // namespace pipekernels
