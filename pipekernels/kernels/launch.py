@@ -29,6 +29,10 @@ INTERPRETED = not isinstance(gemm_kernel, JITFunction)
 _loading = threading.Lock()
 _loaded: set[tuple[Any, ...]] = set()
 
+# Of products launched before the compiled kernel and its arguments, with addresses for tensors:
+# Triton's own launch would look for both again.
+_prepared: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
+
 
 class Product(NamedTuple):
     """``out = (A B^T) * scale_a * scale_b + bias + residual``, on one device.
@@ -70,15 +74,20 @@ def launch(product: Product, config: Config, *, generation: int, sms: int) -> No
     kind, a, b, out, bias, residual, scale_a, scale_b = product
     blocks, group_m, split_k = config
     rows, columns = tiles(product, blocks)
-    items = rows * columns * split_k
     partials = arrivals = None
     if split_k > 1:
-        size = items * blocks.m * blocks.n
+        size = rows * columns * split_k * blocks.m * blocks.n
         partials = torch.empty(size, dtype=torch.float32, device=a.device)
         arrivals = _zeros(a.device, rows * columns)
-        programs = items
-    else:
-        programs = min(items, sms * _residents(blocks, a.element_size(), generation))
+    places = [t if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in product[1:]]
+    key = a.device, kind, config, generation, sms, *places
+    if key in _prepared:
+        run, operands, constants = _prepared[key]
+        run(*operands, partials, arrivals, *constants)
+        return
+    programs = rows * columns * split_k
+    if split_k == 1:
+        programs = min(programs, sms * _residents(blocks, a.element_size(), generation))
     tma = generation >= 90
     a_via, a_operand, a_strides = _access(a, (blocks.m, blocks.k), tma)
     b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma)
@@ -87,20 +96,27 @@ def launch(product: Product, config: Config, *, generation: int, sms: int) -> No
     if tma and split_k == 1 and has_rows(out):
         c_via, c_strides = "descriptor", (0, 0)
         c_operand = _descriptor(out, (blocks.m, blocks.n // blocks.parts))
+    operands = a_operand, b_operand, c_operand, bias, residual, scale_a, scale_b
+    constants = (
+        *out.shape, a.shape[1], group_m, split_k,
+        *a_strides, *b_strides, *c_strides, 0 if bias is None else bias.stride(0),
+        *((0, 0) if residual is None else residual.stride()),
+        *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (scale_a, scale_b)),
+        blocks.m, blocks.n, blocks.k, blocks.parts,
+        a_via, b_via, c_via, DTYPES[out.dtype], PRECISIONS.get(kind, "ieee"), blocks.promote,
+    )  # fmt: skip
     kernel = _key(product, blocks, split_k > 1)
     with contextlib.nullcontext() if kernel in _loaded else _loading:
-        gemm_kernel[(programs,)](
-            a_operand, b_operand, c_operand, bias, residual, scale_a, scale_b,
-            partials, arrivals, *out.shape, a.shape[1], group_m, split_k,
-            *a_strides, *b_strides, *c_strides, 0 if bias is None else bias.stride(0),
-            *((0, 0) if residual is None else residual.stride()),
-            *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (scale_a, scale_b)),
-            BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, PARTS=blocks.parts,
-            A_VIA=a_via, B_VIA=b_via, C_VIA=c_via, OUT=DTYPES[out.dtype],
-            PRECISION=PRECISIONS.get(kind, "ieee"), PROMOTE=blocks.promote,
+        compiled = gemm_kernel[(programs,)](
+            *operands, partials, arrivals, *constants,
             num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _loaded.add(kernel)
+    if compiled is not None:  # The interpreter compiles nothing.
+        if len(_prepared) == 4096:
+            _prepared.clear()
+        addresses = (t.data_ptr() if isinstance(t, Tensor) else t for t in operands)
+        _prepared[key] = compiled[programs, 1, 1], (*addresses,), constants
 
 
 def launch_slabs(product: Product, slabs: int, *, generation: int) -> None:

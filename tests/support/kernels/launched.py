@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 from pipekernels.kernels import launch as module
 from pipekernels.kernels.config import Blocks, Config
 from pipekernels.kernels.launch import Product, launch
+from support.cuda.host_time import python_calls
 from support.kernels import aot
 from support.levels import in_gate
 
@@ -81,6 +83,7 @@ def launched(capability: int, body: Callable[[], None]) -> tuple[int, int]:
     """Launches and tensor maps of ``body``."""
     triton.runtime.driver.set_active(driver(capability))
     module._descriptor_at.cache_clear()
+    module._prepared.clear()
     before = counts()
     with DeviceMemory():
         body()
@@ -118,6 +121,25 @@ SMALL = Config(Blocks(16, 32, 32, 4, 2))
 
 def half(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_a_launch_is_prepared_once(split_k: int) -> None:
+    """A repeated launch calls few functions, and the kernel gets what the first one got."""
+    config, kept, called = SMALL._replace(split_k=split_k), [], []
+
+    def body() -> None:
+        a, b, bias = half(16, 256), half(32, 256), half(32)
+        product = Product("float16", a, b, half(16, 32), bias)
+        for other in (product, product, product, product._replace(bias=half(32))):
+            call = functools.partial(launch, other, config, generation=90, sms=4)
+            called.append(len(python_calls(call)))
+        kept.append(weakref.ref(product.out))
+
+    launches, maps = launched(90, body)
+    assert launches == 4 and maps == 4 * (2 if split_k > 1 else 3)
+    assert called[2] == called[1] <= called[3] - 20
+    assert kept[0]() is None
 
 
 def test_an_address_outside_of_tensors_is_refused() -> None:
