@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from math import ceil
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -71,39 +71,44 @@ def launch(product: Product, config: Config, *, generation: int, sms: int) -> No
         generation: of the GPU, see :func:`pipekernels.kernels.config.generation`.
         sms: how many multiprocessors to use.
     """
+    count = prod(tiles(product, config.blocks))
+    first = max(0, count - (config.last_tiles or count))
+    if first:
+        _launch(product, config._replace(split_k=1), range(first), generation, sms)
+    _launch(product, config, range(first, count), generation, sms)
+
+
+def _launch(product: Product, config: Config, part: range, generation: int, sms: int) -> None:
+    """Launch the kernel for a part of the tiles."""
     kind, a, b, out, bias, residual, scale_a, scale_b = product
-    blocks, group_m, split_k = config
-    rows, columns = tiles(product, blocks)
+    blocks, group_m, split_k, _ = config
     partials = arrivals = None
+    programs = len(part) * split_k
     if split_k > 1:
-        size = rows * columns * split_k * blocks.m * blocks.n
-        partials = torch.empty(size, dtype=torch.float32, device=a.device)
-        arrivals = _zeros(a.device, rows * columns)
+        partials = a.new_empty(programs * blocks.m * blocks.n, dtype=torch.float32)
+        arrivals = _zeros(a.device, len(part))
     places = [t if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in product[1:]]
-    key = a.device, kind, config, generation, sms, *places
+    key = a.device, kind, config, part, generation, sms, *places
     if key in _prepared:
         run, operands, constants = _prepared[key]
         run(*operands, partials, arrivals, *constants)
         return
-    programs = rows * columns * split_k
     if split_k == 1:
         programs = min(programs, sms * _residents(blocks, a.element_size(), generation))
     tma = generation >= 90
     a_via, a_operand, a_strides = _access(a, (blocks.m, blocks.k), tma)
     b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma)
-    c_via, c_operand = "pointers", out
-    c_strides: tuple[int, ...] = out.stride()
+    c: tuple[str, Any, tuple[int, ...]] = "pointers", out, out.stride()
     if tma and split_k == 1 and has_rows(out):
-        c_via, c_strides = "descriptor", (0, 0)
-        c_operand = _descriptor(out, (blocks.m, blocks.n // blocks.parts))
-    operands = a_operand, b_operand, c_operand, bias, residual, scale_a, scale_b
+        c = "descriptor", _descriptor(out, (blocks.m, blocks.n // blocks.parts)), (0, 0)
+    operands = a_operand, b_operand, c[1], bias, residual, scale_a, scale_b
     constants = (
-        *out.shape, a.shape[1], group_m, split_k,
-        *a_strides, *b_strides, *c_strides, 0 if bias is None else bias.stride(0),
+        *out.shape, a.shape[1], group_m, split_k, part.start * split_k, part.stop * split_k,
+        *a_strides, *b_strides, *c[2], 0 if bias is None else bias.stride(0),
         *((0, 0) if residual is None else residual.stride()),
         *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (scale_a, scale_b)),
         blocks.m, blocks.n, blocks.k, blocks.parts,
-        a_via, b_via, c_via, DTYPES[out.dtype], PRECISIONS.get(kind, "ieee"), blocks.promote,
+        a_via, b_via, c[0], DTYPES[out.dtype], PRECISIONS.get(kind, "ieee"), blocks.promote,
     )  # fmt: skip
     kernel = _key(product, blocks, split_k > 1)
     with contextlib.nullcontext() if kernel in _loaded else _loading:

@@ -8,9 +8,10 @@ The grid is persistent: program p computes the items p, p + programs, p + 2 prog
 ordered in groups of ``group_m`` rows of tiles, column by column inside a group: neighbours then
 share operands in the L2 cache, and the groups are finished one after another.
 
-Split-K: ``split_k`` items share a tile. Each stores its partial sum in float32, and the program
-that arrives last adds them all in the order of K. Which program is last may differ from run to run,
-but the order of the sum does not, so the bits are always the same.
+Split-K: ``split_k`` items share a tile; a launch may have only the last tiles. Each item stores its
+partial sum in float32, and the program that arrives last adds them all in the order of K. Which
+program is last may differ from run to run, but the order of the sum does not, so the bits are
+always the same.
 """
 
 from __future__ import annotations
@@ -102,12 +103,12 @@ def _finish_tile(
 
 
 # No specialisation on values that change from call to call, which would compile again for each.
-@triton.jit(do_not_specialize=["M", "group_m", "split_k"])
+@triton.jit(do_not_specialize=["M", "group_m", "split_k", "first_item", "items"])
 def gemm_kernel(
     a, b, c,  # [M, K], [N, K], [M, N]: pointers, or descriptors where *_VIA says so
     bias, residual, scale_a, scale_b,  # [N], [M, N], [M], [N], each may be None
     partials, arrivals,  # float32 [tiles, split_k, BLOCK_M, BLOCK_N], int32 [tiles]; or None
-    M, N, K, group_m, split_k,
+    M, N, K, group_m, split_k, first_item, items,  # Of items only those from first_item on.
     stride_am, stride_ak, stride_bn, stride_bk, stride_cm, stride_cn,
     stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
@@ -119,13 +120,13 @@ def gemm_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
     share = tl.cdiv(steps, split_k)
-    items = tiles_m * tiles_n * split_k
     added = bias, residual, scale_a, scale_b
     strides = stride_cm, stride_cn, stride_bias, stride_rm, stride_rn, stride_sa, stride_sb
     # Tiles and their steps are one loop, so that a tile's loads begin during the tile before it.
     # The barrier of shared tiles would prevent pipelining there.
     FLATTEN: tl.constexpr = partials is None
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN):
+    start = first_item + tl.program_id(0)
+    for item in tl.range(start, items, tl.num_programs(0), flatten=FLATTEN):
         tile = item // split_k
         part = item % split_k
         tile_m, tile_n = _place(tile, tiles_m, tiles_n, group_m)
@@ -158,11 +159,12 @@ def gemm_kernel(
             )
         else:
             SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+            shared = tile - first_item // split_k
             at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            slab = partials + tile.to(tl.int64) * split_k * SIZE + at
+            slab = partials + shared.to(tl.int64) * split_k * SIZE + at
             tl.store(slab + part * SIZE, acc)
             tl.debug_barrier()
-            arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
+            arrived = tl.atomic_add(arrivals + shared, 1, sem="acq_rel", scope="gpu")
             if arrived == split_k - 1:
                 tl.debug_barrier()
                 total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -171,4 +173,4 @@ def gemm_kernel(
                 _finish_tile(
                     total, c, row, col, M, N, added, strides, BLOCK_M, BLOCK_N, PARTS, C_VIA, OUT
                 )
-                tl.store(arrivals + tile, 0)  # Reset for the next launch.
+                tl.store(arrivals + shared, 0)  # Reset for the next launch.

@@ -142,6 +142,14 @@ def test_a_launch_is_prepared_once(split_k: int) -> None:
     assert kept[0]() is None
 
 
+def test_the_last_tiles_are_a_launch_of_their_own() -> None:
+    def body() -> None:
+        product = Product("float16", half(48, 256), half(64, 256), half(48, 64))
+        launch(product, SMALL._replace(split_k=2, last_tiles=1), generation=90, sms=4)
+
+    assert launched(90, body) == (2, 5)  # The split one writes by pointers.
+
+
 def test_an_address_outside_of_tensors_is_refused() -> None:
     host = half(16, 32)
 
