@@ -2,8 +2,8 @@
 
 Every rank's tensor of M bytes is read and written at least once, and the tensors of all n ranks are
 in the same memory: an all-reduce moves at least 2 n M bytes. The bound, ``copy``, is one from
-device to device of n M bytes, which moves as many. No link between GPUs is used: this measures the
-kernels, not how several GPUs would perform. Small sizes stay in the L2 cache.
+device to device of n M bytes, which moves as many; ``empty`` is a kernel of each rank that does
+nothing. No link between GPUs is used: this measures the kernels. Small sizes stay in the L2 cache.
 
 Ranks are threads of one process, each with its own stream. The time of a call on the device is from
 when its last rank may begin until its last rank is done; launches are queued ahead. Every rank
@@ -32,7 +32,7 @@ HEAD_STARTS = (20_000_000, 80_000_000, 320_000_000)  # cycles that it waits mean
 WAYS = [f"{kind} {algorithm}" for kind in ("ordinary", "symmetric") for algorithm in ALGORITHMS]
 # One dtype after the other, as time may be short.
 GPU = {
-    f"threads, {ranks} ranks, {size} bytes, {dtype}": ("copy", *WAYS)
+    f"threads, {ranks} ranks, {size} bytes, {dtype}": ("copy", "empty", *WAYS)
     for dtype in ("bfloat16", "float32")
     for ranks in RANKS
     for size in SIZES
@@ -101,7 +101,10 @@ class Calls:
                     for peer in range(threads.ranks):
                         stream.wait_event(ready[peer][call])
                 begin[rank][call].record()
-                communicator.all_reduce(tensor, algorithm=algorithm)
+                if algorithm != "empty":
+                    communicator.all_reduce(tensor, algorithm=algorithm)
+                elif on_gpu:
+                    torch.cuda._sleep(1)
                 end[rank][call].record()
             return not on_gpu or not start.query()
 
@@ -129,6 +132,7 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
         source = torch.ones(ranks * size, dtype=torch.uint8, device=options.device)
         copy = functools.partial(torch.empty_like(source).copy_, source)
         runners: dict[str, Any] = {"copy": sampler(copy, options.device)}
+        runners["empty"] = functools.partial(calls.seconds, "ordinary", "empty")
         for way in WAYS:
             kind, algorithm = way.split()
             calls.seconds(kind, algorithm, 1)
@@ -145,5 +149,5 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
             found["copy"] = {"late": calls.late}
         return found
 
-    rounds = 2 if options.quick else 3
-    return Turns(runners, 1, rounds, more, close, {"part": "Ranks that are threads"})
+    part = {"part": "Ranks that are threads"}
+    return Turns(runners, 1, 2 if options.quick else 3, more, close, part)
