@@ -1,6 +1,7 @@
 // The host code of CUDA communicators, on the fake CUDA runtime of CPU threads: set-up, launches,
 // graphs, symmetric memory. Failures and shutdown are in cuda_failures_test.cpp.
 
+#include <atomic>
 #include <filesystem>
 
 #include "cuda_rank.h"
@@ -352,6 +353,27 @@ void reuse_memory(Communicator& core) {
   CHECK(first[7] == 2);
 }
 
+// Also in one that has got the handle of the first, which was destroyed.
+void reuse_memory_in_a_new_stream(Communicator& core) {
+  Rank rank(core);
+  float* first = nullptr;
+  std::atomic<bool> ended{false};
+  {
+    const auto buffer = rank.allocate(kHeap / sizeof(float), rank.stream);
+    first = floats(*buffer);
+    rank.stream->push([first, &ended] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      first[7] = 1;
+      ended = true;
+    });
+  }
+  rank.stream->make_anew();
+  const auto buffer = rank.allocate(kHeap / sizeof(float), rank.stream);
+  CHECK(buffer != nullptr && floats(*buffer) == first);
+  rank.stream->push([&ended] { CHECK(ended); });
+  rank.stream->drain();
+}
+
 // A block may have been used by a collective in another stream than its own.
 void reuse_memory_of_other_streams(Communicator& core) {
   Rank rank(core);
@@ -376,13 +398,15 @@ void reuse_memory_of_other_streams(Communicator& core) {
     other->drain();
     CHECK(first[7] == 2);
   }
-  // While a graph is captured, its stream cannot be waited for.
+  // While a graph is captured, its stream cannot wait.
   rank.allocate(1, other).reset();
-  other->begin_capture();
+  rank.stream->begin_capture();
   const std::string told = thrown<std::runtime_error>([&] { rank.allocate(1, rank.stream); });
   CHECK(has(told, "allocate symmetric tensors before the capture"));
-  other->end_capture();
+  rank.stream->end_capture();
+  other->begin_capture();
   CHECK(rank.allocate(count, rank.stream) != nullptr);
+  other->end_capture();
 }
 
 // A graph may use what it has captured at any time.
@@ -462,6 +486,7 @@ void test_threads() {
   run_threads(3, load_kernels_late);
   run_threads(3, free_memory_meanwhile);
   run_threads(1, reuse_memory);
+  run_threads(1, reuse_memory_in_a_new_stream);
   run_threads(2, reuse_memory_of_other_streams);
   run_threads(2, keep_captured_memory);
   run_threads_twice(3, share_heap);

@@ -72,6 +72,14 @@ std::mutex& growths_mutex() {
   return mutex;
 }
 
+cudaEvent_t event_of(void* event) { return static_cast<cudaEvent_t>(event); }
+
+unsigned long long id_of(void* stream) {
+  unsigned long long id;
+  check_cuda(cudaStreamGetId(stream_of(stream), &id), "cudaStreamGetId");
+  return id;
+}
+
 void add(std::vector<void*>& streams, void* stream) {
   if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
 }
@@ -201,6 +209,7 @@ CudaHeap::CudaHeap(std::shared_ptr<DeviceMemory> memory, size_t begin, size_t li
 
 CudaHeap::~CudaHeap() {
   if (process_ != process_generation()) return;
+  for (const Released& use : released_) cudaEventDestroy(event_of(use.end));
   const std::lock_guard<std::mutex> lock(growths_mutex());
   segment_->growth(rank_).count.store(0, std::memory_order_release);
 }
@@ -252,26 +261,21 @@ CudaHeap::Part* CudaHeap::part_of(const void* data, size_t bytes) const {
 
 std::byte* CudaHeap::allocate(size_t bytes, void* stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (void* other : streams_) {
-    if (other == stream || !is_capturing(other)) continue;
+  const auto id = id_of(stream);
+  const auto is_other = [&](const Released& use) { return use.stream != id; };
+  if (std::any_of(released_.begin(), released_.end(), is_other) && is_capturing(stream)) {
     throw std::runtime_error(
-        "a CUDA graph is being captured in a stream that has used released symmetric memory, so "
-        "another stream cannot wait for that use; allocate symmetric tensors before the capture");
+        "a CUDA graph is being captured in the stream, which so cannot wait for other streams that "
+        "have used released symmetric memory; allocate symmetric tensors before the capture");
   }
   std::byte* const block = place(bytes);
   if (block == nullptr) return nullptr;
-  for (void* other : streams_) {
-    if (other == stream) continue;
-    cudaEvent_t event;
-    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
-    const cudaError_t recorded = cudaEventRecord(event, stream_of(other));
-    const cudaError_t waited =
-        recorded == cudaSuccess ? cudaStreamWaitEvent(stream_of(stream), event, 0) : recorded;
-    cudaEventDestroy(event);  // Takes effect when the event has completed.
+  for (const Released& use : released_) {
+    if (!is_other(use)) continue;
+    const cudaError_t waited = cudaStreamWaitEvent(stream_of(stream), event_of(use.end), 0);
     if (waited != cudaSuccess) free(block);
     check_cuda(waited, "ordering two streams");
   }
-  streams_.assign(streams_.empty() ? 0 : 1, stream);
   uses_[block] = {{stream}, false};
   return block;
 }
@@ -297,10 +301,32 @@ void CudaHeap::release(std::byte* block) {
     if (asked != cudaSuccess) cudaGetLastError();  // As CUDA has shut down.
     captured = captured || asked != cudaSuccess || status != cudaStreamCaptureStatusNone;
   }
-  if (captured) return;
-  for (void* stream : use->second.streams) add(streams_, stream);
+  int previous = 0;  // A null handle is the stream of the current device.
+  if (captured || cudaGetDevice(&previous) != cudaSuccess) return;
+  cudaSetDevice(device_);
+  const auto& streams = use->second.streams;
+  const bool noted =
+      std::all_of(streams.begin(), streams.end(), [&](void* stream) { return note_end(stream); });
+  cudaSetDevice(previous);
+  if (!noted) {
+    cudaGetLastError();  // As CUDA has shut down.
+    return;
+  }
   uses_.erase(use);
   free(block);
+}
+
+bool CudaHeap::note_end(void* stream) {
+  unsigned long long id;
+  if (cudaStreamGetId(stream_of(stream), &id) != cudaSuccess) return false;
+  auto use = std::find_if(released_.begin(), released_.end(),
+                          [&](const Released& each) { return each.stream == id; });
+  if (use == released_.end()) {
+    cudaEvent_t end;
+    if (cudaEventCreateWithFlags(&end, cudaEventDisableTiming) != cudaSuccess) return false;
+    use = released_.insert(released_.end(), {id, end});
+  }
+  return cudaEventRecord(event_of(use->end), stream_of(stream)) == cudaSuccess;
 }
 
 void CudaHeap::free(std::byte* block) {

@@ -324,6 +324,10 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureS
   *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
+inline cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  *id = fake_cuda::device().stream(stream).id;
+  return cudaSuccess;
+}
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   auto& device = fake_cuda::device();
   const std::lock_guard<std::mutex> hold(device.context);

@@ -95,6 +95,7 @@ class Stream {
   // As if it were destroyed, and another one made that gets its handle. Its work goes on.
   void make_anew() {
     former_ = {std::move(queue_), std::move(kernel_)};
+    id = next_id++;
     queue_ = std::make_shared<Queue>();
     kernel_ = std::make_shared<std::thread>();
   }
@@ -123,12 +124,14 @@ class Stream {
 
   const int device;
   Clock clock;  // Of what has been issued; see clocks.h.
+  std::atomic<unsigned long long> id{next_id++};
 
  private:
   static void finish(std::thread& kernel) {
     if (kernel.joinable()) kernel.join();
   }
 
+  static inline std::atomic<unsigned long long> next_id{0};
   std::shared_ptr<Queue> queue_;
   // The last kernel; only accessed in the queue's thread.
   std::shared_ptr<std::thread> kernel_ = std::make_shared<std::thread>();

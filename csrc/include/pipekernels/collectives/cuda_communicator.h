@@ -44,9 +44,9 @@ class CudaHeap {
   // The size of its part of the first memory.
   static size_t first_bytes(size_t limit);
 
-  // Returns a block for use in `stream`, or null if there is no room. Makes `stream` wait for the
-  // work so far of the streams that have used released blocks; throws std::runtime_error if a graph
-  // is being captured in one of them, where that is impossible.
+  // Returns a block for use in `stream`, or null if there is no room. Makes `stream` wait for what
+  // other streams did with released blocks; throws std::runtime_error if a graph is being captured
+  // in `stream`, where that is impossible.
   std::byte* allocate(size_t bytes, void* stream);
   // Notes that a collective in `stream` uses `data`, which need not be in a block. If a graph has
   // captured it, which may use the block at any time, the block is never given out again.
@@ -71,6 +71,14 @@ class CudaHeap {
     std::vector<void*> streams;
     bool captured;
   };
+  // The end of what a stream did with released blocks. Its identifier, unlike its handle, is never
+  // that of another stream.
+  struct Released {
+    unsigned long long stream;
+    void* end;  // a cudaEvent_t
+  };
+  // Notes that what `stream` does by now may use released blocks. Returns false on a CUDA error.
+  bool note_end(void* stream);
   // Finds room for a block, growing if need be. Returns null if there is none.
   std::byte* place(size_t bytes);
   bool grow(size_t bytes);
@@ -86,7 +94,7 @@ class CudaHeap {
   mutable std::mutex mutex_;
   mutable std::vector<Part> parts_;  // Never reallocated: threads that are peers copy `memory`.
   std::map<const std::byte*, Use> uses_;  // Of each block.
-  std::vector<void*> streams_;            // Streams that have used released blocks.
+  std::vector<Released> released_;        // One per stream.
 };
 
 // Owns a block of a CudaHeap.
