@@ -142,18 +142,18 @@ class _Operation:
     def _compute(
         self, tensors: list[Tensor], layout: Layout, dim: int, dtype: torch.dtype | None
     ) -> list[Tensor]:
-        native, on_gpu = _backend.load(), tensors[0].is_cuda
+        native, stream_of = _backend.load(), current_raw_stream if tensors[0].is_cuda else None
         # The stream of the copies, or on a CPU the number of their threads.
-        by = current_raw_stream(tensors[0].get_device()) if on_gpu else torch.get_num_threads()
+        by = stream_of(tensors[0].get_device()) if stream_of else torch.get_num_threads()
         if self._split and dtype in _CASTS:
             made = native.split_micro_batches(tensors, layout, dim, _CASTS[dtype], by)
             if made is not None:
                 return tensors_of(made)
         results = self._new(tensors, layout, dim, dtype)
         wholes, parts = (tensors, results) if self._split else (results, tensors)
-        if on_gpu:
+        if stream_of:
             _backend.require_cuda()
-        copy = native.copy_micro_batches_cuda if on_gpu else native.copy_micro_batches
+        copy = native.copy_micro_batches_cuda if stream_of else native.copy_micro_batches
         copy(self._split, dim, wholes, parts, by)
         return results
 

@@ -95,5 +95,6 @@ def pretended_gpus() -> Iterator[None]:
         patch.setattr(_backend.load(), "P2PTicket", lambda: TICKET, raising=False)
         for name, module in list(sys.modules.items()):
             if name.startswith("pipekernels.") and hasattr(module, "current_raw_stream"):
-                patch.setattr(module, "current_raw_stream", lambda index: 0)
+                # Copies of CPU tensors take it for their number of threads.
+                patch.setattr(module, "current_raw_stream", lambda index: 1)
         yield
