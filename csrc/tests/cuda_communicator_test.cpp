@@ -332,46 +332,26 @@ void free_memory_meanwhile(Communicator& core) {
   other.join();
 }
 
-// A block released in one stream can be used in another, ordered after the first use.
-void reuse_memory(Communicator& core) {
+// A block released in one stream can be used in another, ordered after the first use; also in one
+// that has got the handle of the first, which was destroyed.
+void reuse_memory(Communicator& core, bool same_handle) {
   Rank rank(core);
-  Stream* const other = fake_cuda::make_stream();
-  float* first = nullptr;
-  {
-    const auto buffer = rank.allocate(kHeap / sizeof(float), rank.stream);
-    first = floats(*buffer);
-    rank.stream->push([first] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      first[7] = 1;
-    });
-  }
-  const auto buffer = rank.allocate(kHeap / sizeof(float), other);
-  CHECK(buffer != nullptr && floats(*buffer) == first);
-  other->push([first] { first[7] = 2; });
-  other->drain();
-  rank.stream->drain();
-  CHECK(first[7] == 2);
-}
-
-// Also in one that has got the handle of the first, which was destroyed.
-void reuse_memory_in_a_new_stream(Communicator& core) {
-  Rank rank(core);
-  float* first = nullptr;
   std::atomic<bool> ended{false};
+  float* first = nullptr;
   {
     const auto buffer = rank.allocate(kHeap / sizeof(float), rank.stream);
     first = floats(*buffer);
-    rank.stream->push([first, &ended] {
+    rank.stream->push([&ended] {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      first[7] = 1;
       ended = true;
     });
   }
-  rank.stream->make_anew();
-  const auto buffer = rank.allocate(kHeap / sizeof(float), rank.stream);
+  if (same_handle) rank.stream->make_anew();
+  Stream* const other = same_handle ? rank.stream : fake_cuda::make_stream();
+  const auto buffer = rank.allocate(kHeap / sizeof(float), other);
   CHECK(buffer != nullptr && floats(*buffer) == first);
-  rank.stream->push([&ended] { CHECK(ended); });
-  rank.stream->drain();
+  other->push([&ended] { CHECK(ended); });
+  other->drain();
 }
 
 // A block may have been used by a collective in another stream than its own.
@@ -485,8 +465,9 @@ void test_threads() {
   fake_cuda::device_pointer().reset();
   run_threads(3, load_kernels_late);
   run_threads(3, free_memory_meanwhile);
-  run_threads(1, reuse_memory);
-  run_threads(1, reuse_memory_in_a_new_stream);
+  for (const bool same_handle : {false, true}) {
+    run_threads(1, [&](Communicator& core) { reuse_memory(core, same_handle); });
+  }
   run_threads(2, reuse_memory_of_other_streams);
   run_threads(2, keep_captured_memory);
   run_threads_twice(3, share_heap);
