@@ -8,6 +8,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from support.ranks import run_threads
+from support.sweeps import families
 
 from pipekernels import Communicator, tensor_parallelize
 from pipekernels.huggingface.derived_plans import derive
@@ -153,42 +155,6 @@ def test_a_large_model_gets_the_plan_of_its_small_copy() -> None:
     assert kinds["model.encoder.layers.*.self_attn.q_proj"] == ("column/6/6", (2 * 16, 96))
     with pytest.raises(ValueError, match="has 6 heads .*which 7 ranks"):
         plan_for(transformers.BartForConditionalGeneration(config), 7)
-
-
-def test_the_page_of_families_is_read_as_it_was_written() -> None:
-    text = families.PAGE.read_text()
-    assert families.page(sorted(families.on_page(text))) == text
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_share_of_a_rank_leaves_embeddings_out(tied: bool) -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=8, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=100, pad_token_id=0, tie_word_embeddings=tied,
-    )  # fmt: skip
-    head, keys, norms = 0 if tied else 100 * 8, 3 * 2 * 4 * 8, 7 * 8
-    halved = 3 * (2 * 8 * 8 + 3 * 8 * 24) + head  # Both ranks have the one head of keys and values.
-    with torch.device("meta"):
-        models = [transformers.LlamaForCausalLM(config) for _ in range(2)]
-    shares = run_threads(2, lambda comm: families.share_held(models[comm.rank], comm))
-    expected = (halved / 2 + keys + norms) / (halved + keys + norms)
-    assert shares == [pytest.approx(expected, rel=1e-12)] * 2
-
-
-def test_families_without_a_share_say_why() -> None:
-    assert families.share_of("resnet").startswith("ResNetForImageClassification carries")
-    assert families.share_of("gpt2") == "0.50"
-
-
-@pytest.mark.parametrize(
-    "family",
-    ["clip", "siglip", "falcon", "deberta-v2", "albert", "electra", "xlm-roberta", "bart",
-     "stablelm", "wav2vec2"],
-)  # fmt: skip
-@pytest.mark.full
-def test_families_without_a_plan_are_sharded(family: str) -> None:
-    finding = families.look_at(family)
-    assert finding.state == "equal", finding
 
 
 def test_the_callers_state_does_not_matter_and_stays() -> None:
