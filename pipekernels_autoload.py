@@ -30,6 +30,6 @@ def register() -> None:
 
 
 def _make_group(options: Any, backend_options: Any) -> Any:
-    from pipekernels.distributed import _Group
+    from pipekernels.distributed.backend import BackendGroup
 
-    return _Group(options, backend_options)
+    return BackendGroup(options, backend_options)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipekernels import Pipe, Timeline
-from pipekernels.pipeline.schedule.program import SCHEDULES, Action, Program, simulate
+from pipekernels.pipeline.schedule import SCHEDULES, Action, Program, simulate
 
 STAGES, CHUNKS, WIDTH = 3, 6, 256
 

@@ -40,7 +40,7 @@ def copy_micro_batches_cuda(
 ) -> None: ...
 
 # ---- products ----
-# Both return whether they apply; see local_ops/skinny_gemm.py.
+# Both return whether they apply; see ops/linear.py.
 
 SKINNY_ROWS: int
 
@@ -64,7 +64,7 @@ def skinny_gemm_partial(
 # ---- operators ----
 
 def register_operators(python_kernels: dict[str, Callable[..., object]], /) -> None:
-    """For torch from 2.10 on; see tensor_parallel/products.py."""
+    """For torch from 2.10 on; see ops/linear.py."""
 
 # ---- collectives ----
 

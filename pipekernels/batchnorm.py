@@ -1,5 +1,5 @@
 """BatchNorm whose running statistics are updated once per mini-batch, not per microbatch."""
 
-from pipekernels.pipeline.stage.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from pipekernels.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 
 __all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm"]

@@ -16,7 +16,7 @@ import torch
 
 from pipekernels import _backend
 from pipekernels._version import __version__
-from pipekernels.local_ops.gemm_choice import TRITON_REMEDY, has_triton
+from pipekernels.ops.gemm_choice import TRITON_REMEDY, has_triton
 
 
 def info() -> str:
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from pipekernels.binding.run import run
+    from pipekernels.numa.run import run
 
     try:
         run(arguments)

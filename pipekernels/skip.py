@@ -1,5 +1,5 @@
 """Skip connections of a pipe's layers."""
 
-from pipekernels.pipeline.stage.skip import Namespace, pop, skippable, stash, verify_skippables
+from pipekernels.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
 
 __all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]

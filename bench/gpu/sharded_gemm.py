@@ -21,7 +21,7 @@ from bench.harness import Options, Row, Turns
 from bench.report.tables import duration
 from bench.timing import sampler
 from pipekernels import ops
-from pipekernels.local_ops.gemm_choice import has_triton
+from pipekernels.ops.gemm_choice import has_triton
 
 MODELS = {"Llama-7B": (4096, 11008), "Llama-70B": (8192, 28672)}  # hidden and inner features
 TINY_MODELS = {"tiny": (32, 64)}

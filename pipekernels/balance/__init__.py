@@ -17,7 +17,7 @@ from pipekernels.balance import blockpartition
 from pipekernels.balance.blockpartition import lengths
 from pipekernels.balance.profile import first_micro_batch, measure_bytes, measure_seconds
 from pipekernels.device.streams import usable
-from pipekernels.pipeline.stage.partition import check_sequential, layers
+from pipekernels.pipeline.partition import check_sequential, layers
 
 Device = torch.device | int | str
 

@@ -21,12 +21,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipekernels._torch_private import TorchDispatchMode, tree_map_only
-from pipekernels.local_ops.micro_batch import micro_batch_sizes
-from pipekernels.pipeline.stage.partition import has_collectives, layers
-from pipekernels.pipeline.stage.random_state import generators_of, preserved
-from pipekernels.pipeline.stage.skip import Key, carried, skips_of
-from pipekernels.pipeline.values.micro_batch import rows_of
-from pipekernels.pipeline.values.structure import flatten, tensors_in
+from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.engine.random import generators_of, preserved
+from pipekernels.pipeline.microbatch import rows_of
+from pipekernels.pipeline.nested import flatten, tensors_in
+from pipekernels.pipeline.partition import has_collectives, layers
+from pipekernels.pipeline.skip import Key, carried, skips_of
 
 PASSES = 3
 """The fewest times that a layer is timed; the fastest counts."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from pipekernels._torch_private import is_profiler_enabled
 from pipekernels.comm.codes import REDUCIBLE, reduction_in
 from pipekernels.comm.cuda import CudaBackend
-from pipekernels.comm.hosts.cpu import MultiHostBackend
-from pipekernels.comm.hosts.cuda import GroupBackend
+from pipekernels.comm.multi_host.cpu import MultiHostBackend
+from pipekernels.comm.multi_host.cuda import GroupBackend
 from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import (
     check_has_rows,

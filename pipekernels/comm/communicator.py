@@ -16,14 +16,14 @@ from pipekernels import _backend
 from pipekernels._arguments import integer
 from pipekernels._torch_private import timeout_of
 from pipekernels.comm import messages
+from pipekernels.comm.bootstrap.deadline import Deadline, check_timeout
+from pipekernels.comm.bootstrap.processes import join_processes, problem_of, raise_join_failure
+from pipekernels.comm.bootstrap.rendezvous import Rendezvous, of_color, over_group, over_store
 from pipekernels.comm.collectives import Collectives, CpuBackend, MakeDeviceBackend
 from pipekernels.comm.cuda import DEFAULT_BLOCKS, CudaBackend, check_blocks
 from pipekernels.comm.errors import PeerError
-from pipekernels.comm.hosts.cpu import GRACE, MultiHostBackend
-from pipekernels.comm.hosts.cuda import GroupBackend, over_links
-from pipekernels.comm.join.bootstrap import join_processes, problem_of, raise_join_failure
-from pipekernels.comm.join.deadline import Deadline, check_timeout
-from pipekernels.comm.join.rendezvous import Rendezvous, of_color, over_group, over_store
+from pipekernels.comm.multi_host.cpu import GRACE, MultiHostBackend
+from pipekernels.comm.multi_host.cuda import GroupBackend, over_links
 from pipekernels.comm.shared_memory import SharedMemoryBackend, ThreadBackend
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ class Communicator(Collectives):
         self.close()
 
     def _exchange(self, item: Any, message_type: type[T]) -> list[T]:
-        """See :class:`pipekernels.comm.join.rendezvous.Rendezvous`."""
+        """See :class:`pipekernels.comm.bootstrap.rendezvous.Rendezvous`."""
         gather = lambda row: self.all_gather(row[None])
         return messages.all_gather(item, message_type, gather, torch.device("cpu"))
 
@@ -351,3 +351,30 @@ def _divide_threads(
     parent.barrier()  # Keep ``made`` alive until every rank has taken its communicator.
     raise_join_failure([problem])
     return own
+
+
+class CollectiveBarrier:
+    """Makes the communicators of ``world_size`` ranks that are threads, one for each; arguments
+    and errors as for :meth:`pipekernels.Communicator.threads`."""
+
+    def __init__(self, world_size: int, *, timeout: float = 30.0) -> None:
+        self._communicators = Communicator.threads(world_size, timeout=timeout)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self._communicators)
+
+    def communicator(self, rank: int) -> Communicator:
+        """The communicator of ``rank``, for its thread to use.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {rank}")
+        return self._communicators[rank]
+
+    def wait(self, rank: int) -> None:
+        """Return when all ranks have called it; errors as in :meth:`Communicator.barrier`."""
+        self.communicator(rank).barrier()

@@ -13,8 +13,7 @@ from torch import Tensor
 from pipekernels import _backend
 from pipekernels._arguments import integer
 from pipekernels._torch_private import current_raw_stream, disable_dynamo, in_backward
-from pipekernels.comm.backend import NativeBackend
-from pipekernels.comm.shared_memory import SharedMemoryBackend
+from pipekernels.comm.shared_memory import NativeBackend, SharedMemoryBackend
 from pipekernels.comm.tensors import allocated
 from pipekernels.device.streams import with_index
 

@@ -1,11 +1,10 @@
 """Models of Hugging Face's libraries: plans, adapters, loading and saving, training, generation."""
 
-from pipekernels.huggingface.accelerator import adapt_accelerator
 from pipekernels.huggingface.adapters import Peft, add_adapters
 from pipekernels.huggingface.decoding import compile_decoding
 from pipekernels.huggingface.load import load_pretrained
 from pipekernels.huggingface.plans import Transformers
-from pipekernels.huggingface.trainer import TrainerMixin
+from pipekernels.huggingface.trainer import TrainerMixin, adapt_accelerator
 from pipekernels.tensor_parallel.plan.providers import register_plan_provider
 
 __all__ = [

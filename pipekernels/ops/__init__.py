@@ -6,10 +6,10 @@ Collectives assume that the loss is the sum of the losses of all ranks;
 :mod:`pipekernels.tensor_parallel.functional` has the steps for ranks that compute the same loss.
 """
 
-from pipekernels.comm.functional import all_gather, all_reduce, broadcast, reduce_scatter
-from pipekernels.local_ops.micro_batch import concat_micro_batches, split_micro_batches
-from pipekernels.local_ops.p2p_copy import p2p_copy
-from pipekernels.local_ops.sharded_gemm import sharded_gemm
+from pipekernels.ops.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from pipekernels.ops.micro_batch import concat_micro_batches, split_micro_batches
+from pipekernels.ops.p2p_copy import p2p_copy
+from pipekernels.ops.sharded_gemm import sharded_gemm
 
 __all__ = [
     "all_gather",

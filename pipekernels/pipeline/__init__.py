@@ -1,8 +1,8 @@
 """Pipeline parallelism: a model cut into stages that work on different microbatches at the same
 time."""
 
-from pipekernels.pipeline.pipe import Pipe
-from pipekernels.pipeline.placement.device_map import (
+from pipekernels.pipeline.context import is_checkpointing, is_recomputing
+from pipekernels.pipeline.device_map import (
     get_device,
     move_to_device,
     parallelize_module,
@@ -10,15 +10,15 @@ from pipekernels.pipeline.placement.device_map import (
     unparallelize_module,
     unparallelize_pipeline,
 )
-from pipekernels.pipeline.schedule.timeline import Timeline
+from pipekernels.pipeline.nested import NoChunk, register_split
+from pipekernels.pipeline.pipe import Pipe
+from pipekernels.pipeline.pipeline_parallel import PipelineParallel, PipelineStage
 from pipekernels.pipeline.spmd.execute import (
     PipelineModule,
     execute_pipeline,
     execute_pipeline_step,
 )
-from pipekernels.pipeline.stage.context import is_checkpointing, is_recomputing
-from pipekernels.pipeline.stages import PipelineParallel, PipelineStage
-from pipekernels.pipeline.values.structure import NoChunk, register_split
+from pipekernels.pipeline.timeline import Timeline
 
 __all__ = [
     "NoChunk",

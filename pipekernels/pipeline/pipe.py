@@ -17,24 +17,24 @@ from pipekernels._arguments import check_integer, integer, whole
 from pipekernels._torch_private import disable_dynamo, in_forward_mode
 from pipekernels.balance.blockpartition import lengths
 from pipekernels.device.streams import usable
-from pipekernels.local_ops.transforms import deny_tangents
+from pipekernels.ops.dispatch import deny_tangents
+from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
+from pipekernels.pipeline.context import MODES, Mode
 from pipekernels.pipeline.engine.engine import Engine
 from pipekernels.pipeline.engine.execution import EXECUTIONS, Execution
 from pipekernels.pipeline.engine.losses import Losses, LossFunction, Targets
-from pipekernels.pipeline.schedule.program import Schedule, ScheduleName
-from pipekernels.pipeline.schedule.timeline import Timeline
-from pipekernels.pipeline.stage.batchnorm import convert_deferred_batch_norm
-from pipekernels.pipeline.stage.context import MODES, Mode
-from pipekernels.pipeline.stage.parameters import identity
-from pipekernels.pipeline.stage.partition import (
+from pipekernels.pipeline.engine.parameters import identity
+from pipekernels.pipeline.microbatch import Batch
+from pipekernels.pipeline.nested import Arguments, arguments_of, flatten
+from pipekernels.pipeline.partition import (
     check_sequential,
     layers,
     split_module,
     warn_of_sequence_first,
 )
-from pipekernels.pipeline.stage.skip import verify_skippables
-from pipekernels.pipeline.values.micro_batch import Batch
-from pipekernels.pipeline.values.structure import Arguments, arguments_of, flatten
+from pipekernels.pipeline.schedule import Schedule, ScheduleName
+from pipekernels.pipeline.skip import verify_skippables
+from pipekernels.pipeline.timeline import Timeline
 
 Device = torch.device | int | str
 

@@ -6,16 +6,15 @@ from importlib import import_module
 from typing import Any
 
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
-from pipekernels.tensor_parallel.checkpoint import checkpoint_state_dict
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.int8 import quantize_weights
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize
+from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize, tensor_unparallelize
 from pipekernels.tensor_parallel.plan.table import ModelPlan, PlannedLayer, plan_for
-from pipekernels.tensor_parallel.plan.unparallelize import tensor_unparallelize
 from pipekernels.tensor_parallel.state import (
+    checkpoint_state_dict,
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,

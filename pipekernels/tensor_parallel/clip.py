@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.arithmetic.plain import Plain, ShardGradient
+from pipekernels.tensor_parallel.invariant.plain import Plain, ShardGradient
 from pipekernels.tensor_parallel.sharded import sharded_parameters
 
 

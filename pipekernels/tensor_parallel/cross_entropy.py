@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pipekernels.comm import Communicator
-from pipekernels.comm.functional import all_reduce
-from pipekernels.tensor_parallel.arithmetic import arithmetic_of
+from pipekernels.ops.collectives import all_reduce
 from pipekernels.tensor_parallel.functional import reduce_from_ranks, shard_spans
+from pipekernels.tensor_parallel.invariant import arithmetic_of
 
 
 def vocab_parallel_cross_entropy(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
-from pipekernels.local_ops.expert_linear import expert_linear, skinny_expert_linear
+from pipekernels.ops.expert_linear import expert_linear, skinny_expert_linear
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor, check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
 from pipekernels.tensor_parallel.functional import (

@@ -40,13 +40,12 @@ from torch.nn.functional import pad
 from pipekernels import _backend
 from pipekernels._torch_private import needs_dispatcher
 from pipekernels.comm import Communicator
-from pipekernels.comm.functional import all_gather, all_reduce
 from pipekernels.comm.tensors import check_rows
-from pipekernels.local_ops.dispatch import can_skip_dispatcher
-from pipekernels.local_ops.micro_batch import micro_batch_sizes
-from pipekernels.local_ops.sharded_gemm import as_matrix, sharded_gemm
-from pipekernels.local_ops.transforms import check_differentiated_once
-from pipekernels.tensor_parallel.products import linear_all_reduce
+from pipekernels.ops.collectives import all_gather, all_reduce
+from pipekernels.ops.dispatch import can_skip_dispatcher, check_differentiated_once
+from pipekernels.ops.linear import linear_all_reduce
+from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.ops.sharded_gemm import as_matrix, sharded_gemm
 
 __all__ = [
     "copy_to_holders",

@@ -23,8 +23,8 @@ grad of x     all-reduce of ``[N, K]``     ``[N, K / R]``, no collective
 
 ``gather_output=True`` all-gathers y to ``[N, M]``, ``input_is_parallel=False`` takes the replicated
 ``[N, K]``, and ``reduce="reduce_scatter"`` leaves ``[N / R, M]`` on each rank. How products are
-computed is chosen in ``tensor_parallel.products``; the order in which they are summed, in
-:mod:`pipekernels.tensor_parallel.arithmetic`.
+computed is chosen in ``ops.linear``; the order in which they are summed, in
+:mod:`pipekernels.tensor_parallel.invariant`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from torch.nn.parameter import is_lazy
 from pipekernels._torch_private import active_ddp, dispatch_mode_count
 from pipekernels.comm import Communicator
 from pipekernels.device.streams import usable
+from pipekernels.ops.linear import linear
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
@@ -56,7 +57,6 @@ from pipekernels.tensor_parallel.functional import (
     scatter_to_ranks,
 )
 from pipekernels.tensor_parallel.partial_gradients import check_gradients, mark_column_output
-from pipekernels.tensor_parallel.products import linear
 from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 

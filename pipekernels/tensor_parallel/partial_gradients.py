@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from pipekernels._torch_private import current_node, has_hooks
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.arithmetic import Plain
 from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
 from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans
+from pipekernels.tensor_parallel.invariant import Plain
 
 _OUTPUT_OF_COLUMNS = "pipekernels: output of a column-parallel layer"
 # In the __dict__ of parameters, which a Pipe's aliases share.

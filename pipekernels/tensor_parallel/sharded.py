@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.arithmetic import arithmetic_of
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor, distributed_like
 from pipekernels.tensor_parallel.full_layer import REMEDY
 from pipekernels.tensor_parallel.functional import Heads, gather_from_ranks, shard_spans, shares
+from pipekernels.tensor_parallel.invariant import arithmetic_of
 
 
 class Sharding(NamedTuple):

@@ -14,8 +14,15 @@ from support.hosts import (
     topology_of,
 )
 
-from pipekernels.binding.places import Place, places, table
-from pipekernels.binding.topology import Topology, format_cpus, parse_cpus, read_topology
+from pipekernels.numa.topology import (
+    Place,
+    Topology,
+    format_cpus,
+    parse_cpus,
+    places,
+    read_topology,
+    table,
+)
 
 Found = list[tuple[str, tuple[int, ...], int, int]]  # CPUs, nodes, cores, threads of each rank.
 

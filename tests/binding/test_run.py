@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.programs import python
 
-from pipekernels.binding import bound
-from pipekernels.binding.run import run
-from pipekernels.binding.topology import read_topology
+from pipekernels.numa import bound
+from pipekernels.numa.run import run
+from pipekernels.numa.topology import read_topology
 
 PROGRAM = """
 import json, os, sys

@@ -22,7 +22,7 @@ from support.checks import assert_raises
 from support.ranks import leakable_resources, on_ranks, own_stream, run_processes, run_threads
 
 from pipekernels import CollectiveBarrier, Communicator, PeerError, _backend
-from pipekernels.comm.join import bootstrap
+from pipekernels.comm.bootstrap import processes as bootstrap
 
 
 def in_own_streams(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipekernels import Communicator, PeerError, _backend, ops
 from pipekernels.comm import cuda
-from pipekernels.comm.hosts import cuda as hosts_cuda
+from pipekernels.comm.multi_host import cuda as hosts_cuda
 
 on_gpu = pytest.mark.parametrize(
     "device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True

@@ -10,7 +10,7 @@ import torch
 from support.ranks import on_ranks, run_threads
 
 from pipekernels import Communicator
-from pipekernels.comm.process_group import derived
+from pipekernels.distributed import derived
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
 SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]

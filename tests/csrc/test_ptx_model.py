@@ -65,7 +65,7 @@ def test_programs_have_the_instructions_of_the_code() -> None:
     used = {opcode for text in PROTOCOLS.values() for opcode in opcodes(text)}
     team = opcodes((ROOT / "csrc/cuda/collectives/device_team.cuh").read_text())
     assert {"ld.acquire.sys", "st.release.sys", "fence.acq_rel.sys"} <= team <= used
-    gemm = (ROOT / "pipekernels/kernels/sharded_gemm.py").read_text()
+    gemm = (ROOT / "pipekernels/triton_kernels/gemm.py").read_text()
     atomics = re.findall(r'tl\.atomic_add\(.*sem="(\w+)", scope="(\w+)"\)', gemm)
     assert len(atomics) == 1
     assert {f"atom.{order}.{scope}.add" for order, scope in atomics} <= used

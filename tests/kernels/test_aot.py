@@ -19,7 +19,7 @@ from support.kernels import aot
 from support.kernels.operands import LAYOUTS
 from support.levels import in_gate
 
-from pipekernels.local_ops.gemm_choice import OLDEST_TRITON
+from pipekernels.ops.gemm_choice import OLDEST_TRITON
 
 LIMIT = 280  # Seconds; the first result comes after the start of processes that import torch.
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(300)]

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipekernels.kernels.config import KINDS, TILES, Config, config_for, generation
-from pipekernels.kernels.layout import layout_of
+from pipekernels.triton_kernels.config import KINDS, TILES, Config, config_for, generation
+from pipekernels.triton_kernels.layout import layout_of
 
 
 @given(

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.slow  # Imports Triton.
 
 pytest.importorskip("triton", minversion="3.6")
 
-from pipekernels.kernels import launch as launching
-from pipekernels.kernels.config import Blocks, Config
+from pipekernels.triton_kernels import launch as launching
+from pipekernels.triton_kernels.config import Blocks, Config
 
 
 class Kernel:

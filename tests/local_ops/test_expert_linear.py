@@ -9,7 +9,7 @@ from support.reference import gamma
 from torch import Tensor
 from torch.nn import functional
 
-from pipekernels.local_ops.expert_linear import expert_linear, grouped_linear, takes_groups
+from pipekernels.ops.expert_linear import expert_linear, grouped_linear, takes_groups
 
 has_grouped_mm = pytest.mark.skipif(
     not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm"

@@ -20,11 +20,10 @@ from support.kernels.operands import LAYOUTS
 from torch import Tensor
 from torch.nn import functional
 
-from pipekernels.kernels.config import KINDS, TILES, Config, Tiles
-from pipekernels.kernels.layout import layout_of
-from pipekernels.local_ops import gemm_choice
-from pipekernels.local_ops.gemm_choice import choose, gpu_of, tf32_allowed
-from pipekernels.ops import sharded_gemm
+from pipekernels.ops import gemm_choice, sharded_gemm
+from pipekernels.ops.gemm_choice import choose, gpu_of, tf32_allowed
+from pipekernels.triton_kernels.config import KINDS, TILES, Config, Tiles
+from pipekernels.triton_kernels.layout import layout_of
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -192,7 +191,7 @@ def test_every_configuration_on_a_gpu(
     kind: str, layout: str, which: str, device: torch.device
 ) -> None:
     """Errors obey the bound, and are about those of the vendor's library at most."""
-    from pipekernels.kernels.launch import Product, launch
+    from pipekernels.triton_kernels.launch import Product, launch
 
     own = gpu_of(device)
     if kind == "float8_e4m3fn" and own.capability < (8, 9):

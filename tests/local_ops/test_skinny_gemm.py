@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipekernels import _backend
-from pipekernels.local_ops.skinny_gemm import skinny_linear, skinny_partial
+from pipekernels.ops.linear import skinny_linear, skinny_partial
 
 ERRORS = {  # Relative to the sum of absolute products.
     torch.float64: 1e-14,

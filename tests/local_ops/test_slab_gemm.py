@@ -7,8 +7,8 @@ import torch
 from support.kernels.interpreter import run_interpreted
 from torch import Tensor
 
-from pipekernels.local_ops import slab_gemm as module
-from pipekernels.local_ops.slab_gemm import slab_gemm
+from pipekernels.ops import slab_gemm as module
+from pipekernels.ops.slab_gemm import slab_gemm
 
 
 @pytest.mark.compile
@@ -44,7 +44,7 @@ def test_on_cpus_the_library_computes_it() -> None:
 @pytest.mark.slow  # Imports Triton.
 def test_a_kernel_that_is_not_loaded_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", minversion="3.6")
-    from pipekernels.kernels import launch
+    from pipekernels.triton_kernels import launch
 
     launched: list[Tensor] = []
     monkeypatch.setattr(launch, "launch_slabs", lambda product, *_, **__: launched.append(product))
@@ -64,7 +64,7 @@ def test_a_kernel_that_is_not_loaded_cannot_be_captured(monkeypatch: pytest.Monk
 def test_slabs_of_other_sizes_are_another_kernel() -> None:
     """Triton specialises on a slab's size, and descriptors are for multiples of a block only."""
     pytest.importorskip("triton", minversion="3.6")
-    from pipekernels.kernels import launch
+    from pipekernels.triton_kernels import launch
 
     rows, out = torch.empty(16, 512), torch.empty(16, 16)
     keys = {

@@ -17,8 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pipekernels import Communicator, Pipe, move_to_device
+from pipekernels.pipeline.context import MODES
 from pipekernels.pipeline.engine.lanes import intra_op_threads
-from pipekernels.pipeline.stage.context import MODES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

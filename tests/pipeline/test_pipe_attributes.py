@@ -18,7 +18,7 @@ from support.pipes import normed_mlp as mlp
 from torch import nn
 
 from pipekernels import NoChunk, PipelineParallel, PipelineStage
-from pipekernels.pipeline.stage.partition import split_module
+from pipekernels.pipeline.partition import split_module
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

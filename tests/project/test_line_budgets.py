@@ -38,7 +38,7 @@ BUDGETS = {
     "tests": 25_850,
     "bench": 5_480,
 }
-CORE = ("pipeline", "tensor_parallel", "comm", "local_ops", "device", "kernels")
+CORE = ("pipeline", "tensor_parallel", "ops", "comm", "device", "triton_kernels")
 TOTALS = {"pipekernels": 19_860, "core": 15_575}
 
 

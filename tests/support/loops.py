@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from pipekernels import NoChunk
-from pipekernels.local_ops.micro_batch import micro_batch_sizes
-from pipekernels.pipeline.schedule.program import SCHEDULES
+from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.pipeline.schedule import SCHEDULES
 
 # How a model is run: a forward and one backward, or two, or none; a step of each schedule.
 WAYS = ("forward", "two backwards", "no_grad", "inference_mode", *SCHEDULES)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipekernels import NoChunk
 from pipekernels.batchnorm import convert_deferred_batch_norm
-from pipekernels.pipeline.stage.context import is_recomputing
+from pipekernels.pipeline.context import is_recomputing
 from pipekernels.skip import Namespace, pop, skippable, stash
 from support.function_layer import FunctionLayer
 from support.loops import loss_of

@@ -20,8 +20,8 @@ from pipekernels import (
     RowParallelLinear,
     tensor_parallelize,
 )
+from pipekernels.ops.linear import linear, linear_all_reduce
 from pipekernels.tensor_parallel.int8.layers import Int8Linear
-from pipekernels.tensor_parallel.products import linear, linear_all_reduce
 
 registered = torch.ops.pipekernels
 NATIVE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # Both are in torch from 2.10 on.

@@ -11,8 +11,8 @@ from test_experts import HIDDEN, LAYOUTS, Experts, both, routing
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.local_ops.expert_linear import skinny_expert_linear
-from pipekernels.local_ops.int8_linear import (
+from pipekernels.ops.expert_linear import skinny_expert_linear
+from pipekernels.ops.int8_linear import (
     floats_of,
     int8_linear,
     int8_of,
@@ -223,7 +223,7 @@ def test_weights_that_are_not_finite_are_an_error_on_all_ranks() -> None:
 def test_a_few_rows_go_through_the_kernel(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("pipekernels.local_ops.int8_linear.blockwise_into")
+    monkeypatch.delattr("pipekernels.ops.int8_linear.blockwise_into")
     weight, x, chosen = torch.randn(3, 5, 8), torch.randn(4, 8).to(dtype), torch.zeros(4, 1).long()
     scale = scale_of(weight)
     integers = int8_of(weight, scale)

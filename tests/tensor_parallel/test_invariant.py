@@ -23,7 +23,7 @@ from pipekernels.tensor_parallel import (
     full_state_dict,
     vocab_parallel_cross_entropy,
 )
-from pipekernels.tensor_parallel.arithmetic.exact_sums import exact_sum
+from pipekernels.tensor_parallel.invariant.exact_sums import exact_sum
 
 
 @pytest.mark.slow

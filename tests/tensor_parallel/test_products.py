@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipekernels import Communicator, RowParallelLinear
-from pipekernels.local_ops import int8_linear
-from pipekernels.tensor_parallel import products
+from pipekernels.ops import int8_linear
+from pipekernels.ops import linear as products
 
 
 def test_modes_see_the_operation_and_bits_stay_the_same(device: torch.device) -> None:

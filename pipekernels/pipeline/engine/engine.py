@@ -20,16 +20,16 @@ from pipekernels._torch_private import (
     when_backward_ends,
 )
 from pipekernels.device.streams import has_streams
-from pipekernels.local_ops.transforms import check_differentiated_once
+from pipekernels.ops.dispatch import check_differentiated_once
+from pipekernels.pipeline.batchnorm import committed
 from pipekernels.pipeline.engine.execution import Executions, Signature
 from pipekernels.pipeline.engine.losses import Losses
+from pipekernels.pipeline.engine.parameters import Parameters
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.engine.step import Step
-from pipekernels.pipeline.schedule.program import GPIPE, Schedule
-from pipekernels.pipeline.schedule.timeline import Timeline
-from pipekernels.pipeline.stage.batchnorm import committed
-from pipekernels.pipeline.stage.parameters import Parameters
-from pipekernels.pipeline.values.micro_batch import Batch, Scatter
+from pipekernels.pipeline.microbatch import Batch, Scatter
+from pipekernels.pipeline.schedule import GPIPE, Schedule
+from pipekernels.pipeline.timeline import Timeline
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -20,11 +20,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from pipekernels.pipeline.context import needs_this_thread
 from pipekernels.pipeline.engine import lanes
+from pipekernels.pipeline.engine import random as random_state
 from pipekernels.pipeline.engine.stages import Stages
-from pipekernels.pipeline.schedule.program import Action, Program, Schedule, order_of_issue
-from pipekernels.pipeline.stage import random_state
-from pipekernels.pipeline.stage.context import needs_this_thread
+from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
 
 _log = logging.getLogger(__name__)
 

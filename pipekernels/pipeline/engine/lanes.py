@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from pipekernels.pipeline.schedule.program import Action, Program
-from pipekernels.pipeline.stage.context import CallerContext
+from pipekernels.pipeline.context import CallerContext
+from pipekernels.pipeline.schedule import Action, Program
 
 _executor: ThreadPoolExecutor
 

@@ -10,11 +10,11 @@ import torch
 from torch.autograd.graph import Node
 
 from pipekernels._torch_private import run_backward
-from pipekernels.local_ops.p2p_copy import p2p_copy
+from pipekernels.ops.p2p_copy import p2p_copy
+from pipekernels.pipeline.engine.entry import PAST_THE_OUTPUT, StageInput
+from pipekernels.pipeline.engine.parameters import add_to
 from pipekernels.pipeline.engine.step import Step
-from pipekernels.pipeline.stage.entry import PAST_THE_OUTPUT, StageInput
-from pipekernels.pipeline.stage.parameters import add_to
-from pipekernels.pipeline.values.micro_batch import (
+from pipekernels.pipeline.microbatch import (
     Activation,
     Batch,
     Grads,
@@ -23,7 +23,7 @@ from pipekernels.pipeline.values.micro_batch import (
     rows_of,
     shares,
 )
-from pipekernels.pipeline.values.structure import flatten, tensors_in
+from pipekernels.pipeline.nested import flatten, tensors_in
 
 LossFunction = Callable[..., Any]
 """Returns a scalar, or a tuple of one and of other values to return."""

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from pipekernels.device.streams import has_streams
-from pipekernels.pipeline.schedule.timeline import Timeline
-from pipekernels.pipeline.stage.batchnorm import DeferredBatchNorm
-from pipekernels.pipeline.stage.partition import has_collectives
-from pipekernels.pipeline.stage.random_state import Observed, generators_of
-from pipekernels.pipeline.stage.skip import SkipRoutes
-from pipekernels.pipeline.stage.task import Task
+from pipekernels.pipeline.batchnorm import DeferredBatchNorm
+from pipekernels.pipeline.engine.random import Observed, generators_of
+from pipekernels.pipeline.engine.task import Task
+from pipekernels.pipeline.partition import has_collectives
+from pipekernels.pipeline.skip import SkipRoutes
+from pipekernels.pipeline.timeline import Timeline
 
 
 class Stages:

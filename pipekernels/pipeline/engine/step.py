@@ -15,19 +15,16 @@ from pipekernels._torch_private import is_profiler_enabled
 from pipekernels.device import streams
 from pipekernels.device.autocast import cast_cache
 from pipekernels.device.profiling import in_profile
+from pipekernels.pipeline.context import CallerContext, checkpointing, during
+from pipekernels.pipeline.engine.error_notes import note_backward, note_layer
 from pipekernels.pipeline.engine.execution import Plan
+from pipekernels.pipeline.engine.parameters import Parameters, versions
+from pipekernels.pipeline.engine.random import preserved
+from pipekernels.pipeline.engine.split_backward import WeightBackward
 from pipekernels.pipeline.engine.stages import Stages
+from pipekernels.pipeline.engine.task import Tape, Task, Values, buffers_now
 from pipekernels.pipeline.engine.transport import SkipTable, Transport
-from pipekernels.pipeline.schedule.program import Action, Program
-from pipekernels.pipeline.stage.context import CallerContext, checkpointing, during
-from pipekernels.pipeline.stage.error_notes import note_backward, note_layer
-from pipekernels.pipeline.stage.parameters import Parameters, versions
-from pipekernels.pipeline.stage.random_state import preserved
-from pipekernels.pipeline.stage.recomputation import Values, buffers_now
-from pipekernels.pipeline.stage.skip import SkipRoutes
-from pipekernels.pipeline.stage.split_backward import WeightBackward
-from pipekernels.pipeline.stage.task import Tape, Task
-from pipekernels.pipeline.values.micro_batch import (
+from pipekernels.pipeline.microbatch import (
     Activation,
     Grads,
     Outputs,
@@ -35,7 +32,9 @@ from pipekernels.pipeline.values.micro_batch import (
     Sink,
     copy_if_aliased,
 )
-from pipekernels.pipeline.values.structure import merged
+from pipekernels.pipeline.nested import merged
+from pipekernels.pipeline.schedule import Action, Program
+from pipekernels.pipeline.skip import SkipRoutes
 
 T = TypeVar("T")
 Compute = Callable[[Action, Any], Any]

@@ -24,8 +24,8 @@ from pipekernels.device import streams
 from pipekernels.device.edge import Arrival, Edge, edge, settle_all
 from pipekernels.device.profiling import in_profile
 from pipekernels.device.streams import Stream
-from pipekernels.pipeline.schedule.timeline import Mark, clock
-from pipekernels.pipeline.stage.skip import Key, SkipRoutes
+from pipekernels.pipeline.skip import Key, SkipRoutes
+from pipekernels.pipeline.timeline import Mark, clock
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind, integer
 from pipekernels._torch_private import disable_dynamo, enclosing_mesh
-from pipekernels.local_ops.transforms import check_differentiated_once
+from pipekernels.ops.dispatch import check_differentiated_once
+from pipekernels.pipeline.batchnorm import committed
+from pipekernels.pipeline.engine.random import Seeds, generators_of, preserved
+from pipekernels.pipeline.nested import tensors_in
 from pipekernels.pipeline.spmd.transport import Axis, Features, Link, axis_of
-from pipekernels.pipeline.stage.batchnorm import committed
-from pipekernels.pipeline.stage.random_state import Seeds, generators_of, preserved
-from pipekernels.pipeline.values.structure import tensors_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
-from pipekernels.local_ops.expert_linear import skinny_expert_linear
-from pipekernels.local_ops.int8_linear import (
+from pipekernels.ops.expert_linear import skinny_expert_linear
+from pipekernels.ops.int8_linear import (
     check_no_gradients,
     floats_of,
     int8_expert_linear,
     int8_linear,
     int8_of,
 )
+from pipekernels.ops.linear import int8_all_reduce
 from pipekernels.tensor_parallel.experts import ParallelExperts
 from pipekernels.tensor_parallel.full_layer import full_layer
 from pipekernels.tensor_parallel.functional import (
@@ -25,7 +26,6 @@ from pipekernels.tensor_parallel.functional import (
     scatter_to_ranks,
 )
 from pipekernels.tensor_parallel.linear import RowParallelLinear, ShardedLinear
-from pipekernels.tensor_parallel.products import int8_all_reduce
 from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 

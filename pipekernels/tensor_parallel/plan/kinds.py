@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.arithmetic import Plain, arithmetic_of
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.experts import ParallelExperts, is_experts
 from pipekernels.tensor_parallel.full_layer import features_of, is_embedding, linear_classes
 from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans, shares
+from pipekernels.tensor_parallel.invariant import Plain, arithmetic_of
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.partial_gradients import (
     mark_column_output,

@@ -1,4 +1,5 @@
-"""Replaces linear layers of a whole model by sharded ones, selected by name."""
+"""Replaces linear layers of a whole model by sharded ones, selected by name, and back;
+compares the two on one input."""
 
 from __future__ import annotations
 
@@ -12,18 +13,114 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
+from pipekernels._torch_private import tree_leaves
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.arithmetic import arithmetic_of
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
-from pipekernels.tensor_parallel.changes import set_attribute
+from pipekernels.tensor_parallel.changes import set_attribute, undo_changes
+from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
 from pipekernels.tensor_parallel.functional import shares
+from pipekernels.tensor_parallel.invariant import arithmetic_of
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear
-from pipekernels.tensor_parallel.plan.check import first_difference, outputs_of
 from pipekernels.tensor_parallel.plan.kinds import SUMMED, HookKind, LayerKind
 from pipekernels.tensor_parallel.plan.matching import match
 from pipekernels.tensor_parallel.plan.providers import PROVIDERS, base_of
-from pipekernels.tensor_parallel.plan.unparallelize import tensor_unparallelize
 from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_layers
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def tensor_unparallelize(model: Model) -> Model:
+    """Replace all sharded layers, in place, by full ones with the values of all shards, and undo
+    what :func:`tensor_parallelize` has changed in other modules.
+
+    A collective: all ranks call it, and all get the full model. Make optimizers afterwards: the
+    layers have new parameters. :func:`full_optimizer_state_dict`, called before, keeps the state.
+
+    Args:
+        model: the model.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: a sharded layer has hooks, a parametrization or a mask, which would be lost; or
+            the model itself is a sharded layer. The model is then unchanged.
+    """
+    if isinstance(model, ShardedLayer):
+        raise TypeError(
+            "the model itself is a sharded layer, which cannot be replaced in place; use "
+            "layer.to_full()"
+        )
+    sharded = sharded_layers(model)
+    for layer in sharded:
+        if is_hooked(layer):
+            raise TypeError(
+                f"the sharded layer {layer.name!r} has hooks, which would be lost; {REMEDY}"
+            )
+    full = {layer: layer.to_full() for layer in sharded}
+    first: dict[nn.Parameter, nn.Parameter] = {}
+    for layer, module in full.items():  # Full layers share parameters as their shards do.
+        for name, parameter in layer.named_parameters(recurse=False):
+            if name not in module._parameters and "scale" in name:
+                continue  # Of weights of int8.
+            shared = first.setdefault(parameter, module.get_parameter(name))
+            module.register_parameter(name, shared)
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if isinstance(child, ShardedLayer):
+                parent._modules[name] = full[child]
+        undo_changes(parent)
+    return model
+
+
+Outputs = dict[str, list[Tensor]]
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Largest difference by dtype, relative to the largest magnitude. Sums in another order differ by
+less; another part of a sum, or heads that are mixed up, by about 1."""
+
+
+def outputs_of(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> Outputs:
+    """The outputs of the modules of ``model`` in one forward in evaluation mode, by name, in the
+    order in which modules return."""
+    found: Outputs = {}
+
+    def note(name: str, output: Any) -> None:
+        leaves = [leaf.clone() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        found[name] = [leaf for leaf in leaves if leaf.is_floating_point()]
+
+    handles = [
+        module.register_forward_hook(lambda _, args, output, name=name: note(name, output))
+        for name, module in model.named_modules()
+    ]
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        with torch.no_grad():
+            if isinstance(inputs, Tensor):
+                model(inputs)
+            else:
+                model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in modes.items():
+            module.training = training
+    return found
+
+
+def first_difference(whole: Outputs, sharded: Outputs) -> tuple[str, float] | None:
+    """The first module whose outputs differ, and by how much, relative to the largest magnitude.
+    Outputs inside sharded parts have other shapes and are skipped."""
+    for name, outputs in sharded.items():
+        for a, b in zip(whole.get(name, ()), outputs, strict=False):
+            if a.shape != b.shape or a.numel() == 0:
+                continue
+            error = ((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item()
+            if not error <= _TOLERANCE.get(a.dtype, 1e-1):
+                return name or "the model itself", error
+    return None
+
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -54,7 +151,7 @@ def tensor_parallelize(
             :func:`plan_for` shows it.
         comm: ``None`` for a new one, of :meth:`pipekernels.Communicator.from_process_group`.
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks
-            (:mod:`pipekernels.tensor_parallel.arithmetic`). ``"auto"`` leaves an embedding and a
+            (:mod:`pipekernels.tensor_parallel.invariant`). ``"auto"`` leaves an embedding and a
             head whole whose vocabulary is not a multiple of 64.
         check: an input, or keyword arguments of the forward, the same on all ranks. The whole
             model's outputs for it are compared with the sharded model's, module by module.

@@ -7,7 +7,7 @@ from support import reference
 from support.ranks import in_group
 
 from pipekernels import Communicator, _backend
-from pipekernels.comm.hosts import cuda
+from pipekernels.comm.multi_host import cuda
 
 pytestmark = pytest.mark.processes
 

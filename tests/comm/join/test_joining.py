@@ -20,8 +20,9 @@ from support.ranks import leakable_resources, on_ranks
 
 from pipekernels import Communicator, PeerError
 from pipekernels.comm import messages
-from pipekernels.comm.join import bootstrap, rendezvous
-from pipekernels.comm.join.deadline import Deadline
+from pipekernels.comm.bootstrap import processes as bootstrap
+from pipekernels.comm.bootstrap import rendezvous
+from pipekernels.comm.bootstrap.deadline import Deadline
 
 
 class Bomb:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipekernels import Communicator, Pipe, RowParallelLinear
 from pipekernels.pipeline.engine.execution import FIRST, TRIALS, Auto, Signature
-from pipekernels.pipeline.schedule.program import GPIPE
+from pipekernels.pipeline.schedule import GPIPE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,8 +10,8 @@ from support.pipes import on_cpus
 from torch import nn
 
 from pipekernels.batchnorm import DeferredBatchNorm
+from pipekernels.pipeline.context import is_checkpointing, is_recomputing
 from pipekernels.pipeline.engine import lanes
-from pipekernels.pipeline.stage.context import is_checkpointing, is_recomputing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,8 +11,8 @@ from support.pipes import Pipe, pipe_of
 from torch import nn
 from torch.nn import functional as F
 
-from pipekernels.pipeline.schedule.program import SCHEDULES
-from pipekernels.pipeline.stage.parameters import Parameters
+from pipekernels.pipeline.engine.parameters import Parameters
+from pipekernels.pipeline.schedule import SCHEDULES
 
 OPTIONS: dict[str, dict[str, Any]] = {name: {"schedule": name} for name in SCHEDULES}
 OPTIONS["interleaved"]["lanes"] = 2

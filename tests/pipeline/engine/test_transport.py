@@ -22,8 +22,8 @@ from torch import nn
 from pipekernels import NoChunk, Pipe, move_to_device, parallelize_pipeline
 from pipekernels.device import edge, streams
 from pipekernels.ops import p2p_copy
-from pipekernels.pipeline.schedule.program import SCHEDULES
-from pipekernels.pipeline.stage.context import MODES
+from pipekernels.pipeline.context import MODES
+from pipekernels.pipeline.schedule import SCHEDULES
 from pipekernels.skip import Namespace
 
 CPU, GPU, OTHER = "cpu", "cuda:0", "cuda:1"

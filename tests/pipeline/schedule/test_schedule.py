@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import pytest
 
-from pipekernels.pipeline.schedule.program import (
+from pipekernels.pipeline.schedule import (
     SCHEDULES,
     Action,
     Program,

@@ -10,8 +10,8 @@ from support.function_layer import FunctionLayer
 from support.pipes import pipe_of
 from torch import nn
 
-from pipekernels.pipeline.schedule.program import Action, gpipe
-from pipekernels.pipeline.schedule.timeline import Event, Phase, Timeline
+from pipekernels.pipeline.schedule import Action, gpipe
+from pipekernels.pipeline.timeline import Event, Phase, Timeline
 
 
 def test_bubble_is_the_idle_share() -> None:

@@ -8,7 +8,7 @@ import torch
 from support.pipes import Pipe, on_cpus
 from torch import nn
 
-from pipekernels.pipeline.stage.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from pipekernels.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

@@ -8,7 +8,7 @@ import torch
 from support.pipes import Pipe, on_cpus
 from torch import nn
 
-from pipekernels.pipeline.stage.context import is_recomputing
+from pipekernels.pipeline.context import is_recomputing
 
 
 class Unhappy(ArithmeticError):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrizations import weight_norm
 
-from pipekernels.pipeline.stage.split_backward import backward_of_inputs
+from pipekernels.pipeline.engine.split_backward import backward_of_inputs
 
 
 class Twice(nn.Module):

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import (
 )
 
 from pipekernels import NoChunk, register_split
-from pipekernels.pipeline.values import structure
+from pipekernels.pipeline import nested as structure
 
 
 def test_only_a_keyword_argument_and_a_list(place: torch.device) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from pipekernels import Communicator, RowParallelLinear, _backend
 from pipekernels.comm import cuda
-from pipekernels.local_ops import gemm_choice
+from pipekernels.ops import gemm_choice
 from support.cuda import pretended_gpus
 
 DEVICE = torch.device("cuda", 0)

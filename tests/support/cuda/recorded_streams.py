@@ -30,7 +30,7 @@ from pipekernels.device import edge, streams
 from pipekernels.pipeline.engine import stages
 from support.cuda.recorded_edge import RecordedEdge, RecordedTicket
 
-p2p_copy = importlib.import_module("pipekernels.local_ops.p2p_copy")
+p2p_copy = importlib.import_module("pipekernels.ops.p2p_copy")
 
 CPU = torch.device("cpu")
 _UNTOUCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

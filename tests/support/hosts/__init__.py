@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipekernels.binding.topology import Topology, format_cpus, read_topology
+from pipekernels.numa.topology import Topology, format_cpus, read_topology
 
 
 def host(

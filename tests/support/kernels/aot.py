@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipekernels.kernels.config import SLAB_BLOCKS, TILES, Blocks, Config
-from pipekernels.kernels.layout import signature
+from pipekernels.triton_kernels.config import SLAB_BLOCKS, TILES, Blocks, Config
+from pipekernels.triton_kernels.layout import signature
 from support.kernels.operands import dtype_of, operands
 from support.programs import run
 
@@ -232,7 +232,7 @@ def build_and_keep(version: str, case: AnyCase) -> Kernel | str:
 
 def kernels_by_signature(architecture: int) -> list[tuple[Any, str]]:
     """For small products of many sizes: the launcher's signature, and the hash of the kernel."""
-    from pipekernels.kernels.launch import Product, launch
+    from pipekernels.triton_kernels.launch import Product, launch
     from support.kernels.recorded import compiled
 
     config = Config(Blocks(16, 32, 16, 4, 2))
@@ -253,7 +253,7 @@ def kernels_by_signature(architecture: int) -> list[tuple[Any, str]]:
 
 
 def _launch(case: Case) -> None:
-    from pipekernels.kernels.launch import Product, launch
+    from pipekernels.triton_kernels.launch import Product, launch
 
     blocks, odd = case.blocks, case.variant == "odd"
     m, n, k = (3 * size + odd for size in (blocks.m, blocks.n, 4 * blocks.k))
@@ -272,7 +272,7 @@ def _launch(case: Case) -> None:
 
 
 def _launch_slabs(case: SlabCase) -> None:
-    from pipekernels.kernels.launch import Product, launch_slabs
+    from pipekernels.triton_kernels.launch import Product, launch_slabs
 
     blocks = SLAB_BLOCKS[case.kind]
     m, n, depth = (3 * size + case.odd for size in (blocks.m, blocks.n, 4 * blocks.k))

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipekernels.kernels.config import generation
-from pipekernels.local_ops import gemm_choice
+from pipekernels.ops import gemm_choice
+from pipekernels.triton_kernels.config import generation
 from support.kernels.operands import operands
 from support.reference import gamma
 
-# ``from pipekernels.local_ops import sharded_gemm`` is the function, not the module.
-module = importlib.import_module("pipekernels.local_ops.sharded_gemm")
+# ``from pipekernels.ops import sharded_gemm`` is the function, not the module.
+module = importlib.import_module("pipekernels.ops.sharded_gemm")
 
 FLOAT8 = torch.float8_e4m3fn
 

@@ -18,17 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipekernels.kernels import launch as launching
-from pipekernels.kernels.config import Blocks, Config
-from pipekernels.kernels.launch import Product, launch
-from pipekernels.local_ops.gemm_choice import Gpu
+from pipekernels.ops.gemm_choice import Gpu
+from pipekernels.triton_kernels import launch as launching
+from pipekernels.triton_kernels.config import Blocks, Config
+from pipekernels.triton_kernels.launch import Product, launch
 from support.kernels.interpreter import skip_unless_it_works
 from support.kernels.operands import LAYOUTS, operands
 from support.levels import in_gate, pairwise
 from support.reference import gamma
 
-# ``from pipekernels.local_ops import sharded_gemm`` is the function, not the module.
-sharded_gemm = importlib.import_module("pipekernels.local_ops.sharded_gemm")
+# ``from pipekernels.ops import sharded_gemm`` is the function, not the module.
+sharded_gemm = importlib.import_module("pipekernels.ops.sharded_gemm")
 
 DTYPES = [torch.float32, torch.float16]
 GENERATIONS = [80, 90]  # 80 loads by pointers, 90 by tensor descriptors where layouts allow it.

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from triton.runtime import interpreter
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
-from pipekernels.kernels import launch
-from pipekernels.kernels.launch import Product, launch_slabs
-from pipekernels.local_ops import slab_gemm
+from pipekernels.ops import slab_gemm
+from pipekernels.triton_kernels import launch
+from pipekernels.triton_kernels.launch import Product, launch_slabs
 from support.kernels.interpreter import skip_unless_it_works
 from support.kernels.operands import LAYOUTS, operands
 from support.levels import pairwise

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 
-from pipekernels.kernels import launch as module
-from pipekernels.kernels.config import Blocks, Config
-from pipekernels.kernels.launch import Product, launch
+from pipekernels.triton_kernels import launch as module
+from pipekernels.triton_kernels.config import Blocks, Config
+from pipekernels.triton_kernels.launch import Product, launch
 from support.cuda.host_time import python_calls
 from support.kernels import aot
 from support.levels import in_gate

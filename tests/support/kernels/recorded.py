@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from pipekernels.kernels import launch
+from pipekernels.triton_kernels import launch
 
 
 class Target(DriverBase):

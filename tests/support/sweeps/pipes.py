@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pipekernels import Pipe
 from pipekernels.batchnorm import convert_deferred_batch_norm
-from pipekernels.pipeline.schedule.program import SCHEDULES
+from pipekernels.pipeline.schedule import SCHEDULES
 from pipekernels.skip import Namespace
 from support.loops import WAYS, Loop, cut, leaves_of, results
 from support.skip_layers import Pop, Stash

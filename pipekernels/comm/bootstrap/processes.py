@@ -1,0 +1,245 @@
+"""How processes share memory with those of their host, and connect to other hosts.
+
+The first rank of each host creates a memory file and passes its descriptor to each peer over a Unix
+socket in the abstract namespace. So nothing has a name in the file system, and nothing remains when
+the processes end. All other information is exchanged over the rendezvous.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch.distributed as dist
+
+from pipekernels import _backend
+from pipekernels.comm.bootstrap.deadline import Deadline
+from pipekernels.comm.bootstrap.rendezvous import (
+    Rendezvous,
+    await_ranks,
+    host_identity,
+    of_color,
+    start_time,
+)
+from pipekernels.comm.errors import PeerError
+from pipekernels.comm.multi_host.host_map import HostMap
+from pipekernels.comm.multi_host.link import Link
+
+_RETRY = 0.002  # Seconds between attempts to connect to a socket whose queue is full.
+_LOOK = 0.2  # Seconds between looks whether processes still run.
+
+
+@dataclass(frozen=True)
+class _Process:
+    host: tuple[str, ...]
+    pid: int
+    address: str  # Of its socket.
+    color: int | None = 0
+    key: int = 0
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\0pipekernels-[0-9a-f]{32}", self.address):
+            raise ValueError(f"{self.address!r} is not the address of a rank")
+
+
+class JoinedRank(NamedTuple):
+    """The resources of one rank of a new communicator, which owns ``pidfds`` and ``link``."""
+
+    host_map: HostMap
+    segment: Any  # The memory that the ranks of this host share.
+    pidfds: list[int]  # For every rank of this host, -1 for this one.
+    link: (
+        Link | None
+    )  # To one rank of every other host, :mod:`pipekernels.comm.multi_host.cpu`.
+
+
+def join_processes(
+    rendezvous: Rendezvous, timeout: float, color: int | None = 0, key: int = 0
+) -> JoinedRank | None:
+    """Join the ranks of ``rendezvous`` that give the same ``color``, ordered by ``key``, then rank.
+
+    A collective over the rendezvous. Returns ``None`` for a rank without a colour. If it fails on
+    one rank it fails on all ranks of the colour; if the first exchange fails, on all ranks.
+    ``timeout`` limits each wait of the communicator, and joining, unless the rendezvous has a
+    deadline for that.
+    """
+    with contextlib.ExitStack() as stack:
+        introduction: _Process | str
+        try:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            address = f"\0pipekernels-{secrets.token_hex(16)}"
+            listener.bind(address)
+            listener.listen(rendezvous.world_size)
+            introduction = _Process(host_identity(), os.getpid(), address, color, key)
+        except OSError as error:
+            introduction = problem_of(rendezvous.rank, error)
+        either = cast("type[_Process | str]", _Process | str)
+        everyone = rendezvous.all_gather(introduction, either)
+        raise_join_failure(other for other in everyone if isinstance(other, str))
+        if color is None:
+            rendezvous.all_gather("", str)
+            return None
+        deadline = rendezvous.deadline or Deadline(timeout)
+        introduced = [other for other in everyone if isinstance(other, _Process)]
+        ranks = of_color([(other.color, other.key) for other in introduced], color)
+        processes = [introduced[rank] for rank in ranks]
+        rank = ranks.index(rendezvous.rank)
+        host_map = HostMap(_group_by_host(processes), rank)
+
+        undo = stack.enter_context(contextlib.ExitStack())
+        segment, pidfds, link, problem = None, [], None, ""
+        try:
+            soon = Deadline(0.75 * deadline.left())  # Leaves time to tell the peers of a timeout.
+            module = _backend.load()
+            fd = _share(listener, processes, host_map, soon)
+            try:
+                segment = module.Segment(fd, len(host_map.members))
+            finally:
+                os.close(fd)
+            for member in host_map.members:
+                pidfds.append(-1 if member == rank else module.open_pidfd(processes[member].pid))
+                if pidfds[-1] >= 0:
+                    undo.callback(os.close, pidfds[-1])
+            link = _connect_hosts(rendezvous, host_map, processes[0].address, timeout, soon)
+            if link is not None:
+                undo.callback(link.close)
+        except Exception as error:  # noqa: BLE001 (Sent to the peers.)
+            problem = problem_of(rank, error)
+            listener.close()  # Peers that wait for the memory stop waiting.
+        problems = rendezvous.all_gather(problem, str)
+        problems = [problems[member] for member in ranks]
+        if any(problems):
+            segment = None  # Else the traceback would keep it alive.
+        raise_join_failure(problems)
+        undo.pop_all()
+    return JoinedRank(host_map, segment, pidfds, link)
+
+
+def problem_of(rank: int, error: Exception) -> str:
+    """The message for the other ranks about an error that keeps ``rank`` from joining."""
+    return f"rank {rank}: {type(error).__name__}: {error}"
+
+
+def raise_join_failure(problems: Iterable[str]) -> None:
+    """Raise RuntimeError if any rank has a problem."""
+    found = [problem for problem in problems if problem]
+    if found:
+        raise RuntimeError(f"the ranks cannot be joined: {'; '.join(found)}")
+
+
+def _group_by_host(processes: list[_Process]) -> list[list[int]]:
+    """The ranks on each host; hosts in the order of their first ranks."""
+    hosts: dict[tuple[str, ...], dict[int, int]] = {}  # Of each host the ranks by pid.
+    for rank, process in enumerate(processes):
+        if hosts.setdefault(process.host, {}).setdefault(process.pid, rank) != rank:
+            raise RuntimeError(
+                f"rank {rank} shares process {process.pid} with another rank; "
+                "use Communicator.threads() for ranks that are threads"
+            )
+    return [list(ranks.values()) for ranks in hosts.values()]
+
+
+def _connect_hosts(
+    rendezvous: Rendezvous, host_map: HostMap, name: str, timeout: float, deadline: Deadline
+) -> Link | None:
+    """A link to the ranks at this rank's position on the other hosts; None if a host has none."""
+    if len(host_map.hosts) == 1 or host_map.position >= host_map.links:
+        return None
+    store = rendezvous.store
+    assert store is not None, "only processes of one host have no store"
+    name = f"{name[1:]}/{host_map.position}"  # Unique, as the socket's address is.
+    # Wait for all ranks first: connecting has the timeout of a link's operations.
+    keys = {f"{name}/{host}": ranks[host_map.position] for host, ranks in enumerate(host_map.hosts)}
+    store.set(f"{name}/{host_map.host}", "")
+    await_ranks(store, keys, deadline)
+    hosts = len(host_map.hosts)
+    return Link(dist.PrefixStore(f"{name}/link", store), host_map.host, hosts, timeout)
+
+
+def _share(
+    listener: socket.socket, processes: list[_Process], host_map: HostMap, deadline: Deadline
+) -> int:
+    """The descriptor of the memory that the ranks of this host share."""
+    first, *others = host_map.members
+    if host_map.rank == first:
+        return _hand_out(listener, {processes[member].pid: member for member in others}, deadline)
+    return _receive(processes[first], first, deadline)
+
+
+def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadline) -> int:
+    """Create memory and send its descriptor to the processes in ``waiting`` (ranks by pid).
+
+    Any user can connect. Nothing is read from a connection, so none can block the others; other
+    processes are disconnected without the descriptor.
+    """
+    fd: int = _backend.load().Segment.create(len(waiting) + 1)
+    try:
+        while waiting:
+            if deadline.left() == 0:
+                raise TimeoutError(
+                    f"rank(s) {', '.join(map(str, waiting.values()))} did not fetch the shared "
+                    f"memory within {deadline.seconds:.3g} s"
+                )
+            dead = [rank for pid, rank in waiting.items() if start_time(pid) is None]
+            if dead:
+                raise PeerError(f"rank {dead[0]} has died", dead[0])
+            listener.settimeout(min(deadline.for_socket(), _LOOK))
+            with contextlib.suppress(TimeoutError):
+                connection, _ = listener.accept()
+                with connection:
+                    pid = _peer_pid(connection)
+                    if pid in waiting:
+                        socket.send_fds(connection, [b"\0"], [fd])
+                        del waiting[pid]
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _receive(first: _Process, rank: int, deadline: Deadline) -> int:
+    """The descriptor of the memory, from the ``first`` process of this host, which is ``rank``."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            _connect(connection, first.address, deadline)
+            if _peer_pid(connection) != first.pid:
+                raise RuntimeError("another process listens on the socket of the first rank")
+            connection.settimeout(deadline.for_socket())
+            _, fds, flags, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except TimeoutError:
+            raise TimeoutError(
+                f"rank {rank} did not hand out the shared memory within {deadline.seconds:.3g} s"
+            ) from None
+    if flags & socket.MSG_CTRUNC:
+        raise RuntimeError("there is no file descriptor left for the shared memory (see ulimit -n)")
+    if not fds:
+        raise RuntimeError("the first rank of this host closed the connection")
+    return fds[0]
+
+
+def _connect(connection: socket.socket, address: str, deadline: Deadline) -> None:
+    """Connect; retry while the listener's queue is full."""
+    connection.setblocking(False)
+    while True:
+        try:
+            connection.connect(address)
+            return
+        except BlockingIOError:
+            if deadline.left() == 0:
+                raise TimeoutError from None
+        time.sleep(_RETRY)
+
+
+def _peer_pid(connection: socket.socket) -> int | None:
+    """The process at the other end, or ``None`` if it belongs to another user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid if uid == os.geteuid() else None

@@ -1,0 +1,161 @@
+"""How ranks communicate before they share memory: by a process group, store, or communicator;
+and how they know each other's processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from pipekernels._arguments import check_integer, check_kind
+from pipekernels._torch_private import default_group, store_of
+from pipekernels.comm import messages
+from pipekernels.comm.bootstrap.deadline import Deadline
+from pipekernels.comm.errors import PeerError
+
+
+def host_identity() -> tuple[str, ...]:
+    """Equal for two processes of one user that can see each other's pids and abstract sockets, and
+    have the same environment variable ``PIPEKERNELS_HOST_ID``."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
+    override = os.environ.get("PIPEKERNELS_HOST_ID", "")
+    return (socket.gethostname(), boot_id, *namespaces, str(os.geteuid()), override)
+
+
+class Process(NamedTuple):
+    """What tells a process from all others."""
+
+    host: tuple[str, ...]
+    pid: int
+    begun: int | None
+
+
+def own_process() -> Process:
+    return Process(host_identity(), os.getpid(), start_time(os.getpid()))
+
+
+def has_died(process: bytes) -> bool:
+    """Whether a message of :func:`own_process` is of a process of this host that has ended. False
+    for those of other hosts, which cannot be seen."""
+    host, pid, begun = messages.decode(process, "a rank", Process)
+    return host == host_identity() and start_time(pid) != begun
+
+
+def start_time(pid: int) -> int | None:
+    """In clock ticks since the host was booted; None if there is no such process, or if it has
+    ended and waits for its parent."""
+    try:
+        # The name in parentheses may have spaces; the fields after it are the 3rd and further ones.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+T = TypeVar("T")
+
+MOST_RANKS = 1 << 16  # Every rank lists the entries of all others as they join.
+_LONGEST_PAUSE = 0.1  # Seconds between polls of a store.
+
+
+class Rendezvous(NamedTuple):
+    """A set of ranks, of which this process is ``rank``."""
+
+    rank: int
+    world_size: int
+    # Of an item and its type, see messages.decode(): the items of all ranks, in rank order.
+    all_gather: Callable[[Any, Any], list[Any]]
+    store: dist.Store | None  # Reachable by all ranks; used to connect hosts.
+    group: dist.ProcessGroup | None  # Of the same ranks, if there is one.
+    # By which the ranks must have joined; None to start the timeout after the first exchange.
+    deadline: Deadline | None = None
+
+
+def over_group(group: dist.ProcessGroup | None) -> Rendezvous:
+    """The ranks of a ``torch.distributed`` group that this process is in."""
+    group = default_group() if group is None else group
+    all_gather = partial(messages.all_gather_in_group, group=group)
+    store = store_of(group)
+    size = dist.get_world_size(group)
+    return Rendezvous(dist.get_rank(group), size, all_gather, store, group)
+
+
+def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> Rendezvous:
+    """The processes that share ``store``, by a part of it for their use only.
+
+    Each rank counts the times that it joins as many ranks over ``store``; ranks with equal counts
+    meet. As with torch's own groups, the store must not have counts of processes that were
+    restarted since: torchrun's outlives its workers, so torch gives each attempt a prefix
+    (https://github.com/pytorch/pytorch/issues/135712).
+
+    Raises:
+        TypeError, ValueError: ``rank`` or ``world_size`` is not an integer in its range.
+    """
+    check_kind("store", store, dist.Store, "a torch.distributed.Store")
+    check_integer("rank", rank)
+    check_integer("world_size", world_size)
+    if not 1 <= world_size <= MOST_RANKS:
+        raise ValueError(f"world_size must be in 1..{MOST_RANKS}, got {world_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in 0..world_size - 1, got {rank} of {world_size}")
+    prefix = f"pipekernels/{world_size}"
+    own = dist.PrefixStore(f"{prefix}/{store.add(f'{prefix}/{rank}', 1)}", store)
+    own.set(f"process/{rank}", messages.encode(own_process()).decode())
+    rounds = 0
+
+    def all_gather(item: Any, message_type: type[T]) -> list[T]:
+        nonlocal rounds
+        rounds += 1
+        keys = {f"{rounds}/{peer}": peer for peer in range(world_size)}
+        own.set(f"{rounds}/{rank}", messages.encode(item).decode())
+        await_ranks(own, keys, deadline, partial(_check_alive, own))
+        return [
+            messages.decode(own.get(key), f"rank {peer}", message_type)
+            for key, peer in keys.items()
+        ]
+
+    return Rendezvous(rank, world_size, all_gather, own, None, deadline)
+
+
+def await_ranks(
+    store: dist.Store,
+    ranks: dict[str, int],
+    deadline: Deadline,
+    check_alive: Callable[[list[int]], None] = lambda absent: None,
+) -> None:
+    """Wait until each of ``ranks`` has set its key. ``check_alive`` is called with the absent ones
+    now and then. TimeoutError names the ranks that are late."""
+    pause = 0.001
+    while not store.check(list(ranks)):  # Not store.wait(): TCPStore logs every timeout.
+        is_late = deadline.left() == 0
+        if is_late or pause == _LONGEST_PAUSE:
+            absent = [rank for key, rank in ranks.items() if not store.check([key])]
+            if absent and is_late:
+                raise TimeoutError(
+                    f"rank(s) {', '.join(map(str, absent))} did not join within "
+                    f"{deadline.seconds:g} s"
+                )
+            check_alive(absent)
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+
+def _check_alive(store: dist.Store, ranks: Iterable[int]) -> None:
+    """Raise PeerError if one of ``ranks``, which has introduced itself in ``store``, has died."""
+    for rank in ranks:
+        key = f"process/{rank}"
+        if store.check([key]) and has_died(store.get(key)):
+            raise PeerError(f"rank {rank} has died before the communicator was made", rank)
+
+
+def of_color(choices: Sequence[tuple[int | None, int]], color: int | None) -> list[int]:
+    """The ranks with this ``color``, by key, then rank; ``choices``: color and key by rank."""
+    ranks = [rank for rank, choice in enumerate(choices) if choice[0] == color]
+    return sorted(ranks, key=lambda rank: (choices[rank][1], rank))

@@ -1,1 +1,0 @@
-"""What the backend of ``torch.distributed`` is made of."""

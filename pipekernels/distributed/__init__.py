@@ -1,0 +1,31 @@
+"""The ``torch.distributed`` backend ``"pipekernels"``, with faster collectives for CPU tensors.
+
+Where the package is installed, programs need no import; elsewhere, as in its source folder,
+importing this module registers the backend::
+
+    torch.distributed.init_process_group("pipekernels")
+
+Then ``all_reduce``, ``reduce``, ``reduce_scatter``, ``all_gather``, ``gather``, ``scatter`` and
+their variants on one tensor or several, ``broadcast`` and ``barrier`` run on a
+:class:`pipekernels.Communicator`, also on several hosts, and in DDP, FSDP, DTensor and functional
+collectives; with all of torch's reductions, for every dtype that has them
+(``distributed/derived.py`` says how). Gloo runs ``all_to_all``, point-to-point calls, and
+calls with sparse tensors. Torch restricts ``monitored_barrier``, and DDP's built-in C++ hook
+``FP16_COMPRESS``, to its own backends; the Python hook of that name works. ``split_group`` needs an
+accelerator: use ``new_group``.
+
+Asynchronous calls run one after another on a thread of the group. A lost rank ends the group: its
+errors are those of a communicator (:class:`pipekernels.PeerError`, ``TimeoutError``); if torch
+waits in C++, as in DDP, they arrive as a ``RuntimeError`` that quotes them.
+
+With ``init_process_group("cpu:pipekernels,cuda:nccl")`` collectives of CUDA tensors run on a second
+group, of NCCL, which the first of them makes: all ranks of a group must take part in it. Name
+``cpu`` first: otherwise torch makes an NCCL backend that is never used, and warns that it was not
+destroyed. Do not pass ``device_id``. Point-to-point calls of CUDA tensors need
+``new_group(backend="nccl")``.
+
+Raises:
+    ImportError: torch is older than 2.7, which may lose track of a pending call of such a group.
+"""
+
+import pipekernels.distributed.backend  # noqa: F401 (It registers the backend.)

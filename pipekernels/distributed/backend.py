@@ -1,0 +1,274 @@
+"""The collectives of the backend, and its registration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import zip_longest
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from pipekernels._torch_private import disable_dynamo, is_profiler_enabled
+from pipekernels.comm.tensors import put_back, to_dense, to_dense_in_place
+from pipekernels.distributed import derived
+from pipekernels.distributed.group import DONE, ENDED, Group
+
+_REDUCTIONS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.PREMUL_SUM: "premul_sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.BAND: "and",
+    dist.ReduceOp.BOR: "or",
+    dist.ReduceOp.BXOR: "xor",
+}
+
+
+def parts_of(given: Sequence[Any], is_one: bool) -> list[list[Any]]:
+    """The parts of a call: a tensor, or a copy of a list, for each argument. Those that a rank does
+    not give are empty lists.
+
+    Args:
+        given: the arguments: lists of what the parts have, or what the only part has.
+        is_one: there is one part. So it is too if the first argument is a tensor.
+    """
+    is_one = is_one or isinstance(given[0], Tensor)
+    parts = [given] if is_one else zip_longest(*given, fillvalue=())
+    return [[each if isinstance(each, Tensor) else [*each] for each in part] for part in parts]
+
+
+def tensors_in(arguments: Iterable[Tensor | list[Tensor]]) -> list[Tensor]:
+    """Those among ``arguments`` and in lists there."""
+    found: list[Tensor] = []
+    for each in arguments:
+        found += each if isinstance(each, list) else (each,)
+    return found
+
+
+def reduction_of(opts: Any) -> tuple[str, Any]:
+    """The name of the reduction, and the factor of its terms, None without one."""
+    op = opts.reduceOp
+    name = _REDUCTIONS[op.op]
+    return name, op.__getstate__()[1] if name == "premul_sum" else None
+
+
+def check_parts(call: str, parts: Sequence[Tensor], count: int, own: Tensor | None = None) -> None:
+    """Raise ValueError unless there are ``count`` tensors, each as large as ``own`` and like it."""
+    if len(parts) != count:
+        raise ValueError(
+            f"{call} needs a list of {count} tensors, one for each rank of the group, "
+            f"got {len(parts)}"
+        )
+    for part in parts:
+        if own is not None and _summary(part) != _summary(own):
+            raise ValueError(
+                f"{call} needs a list of tensors of the size, dtype and device of that beside it, "
+                f"{_summary(own)}, got {_summary(part)}"
+            )
+
+
+def _summary(tensor: Tensor) -> tuple[int, torch.dtype, torch.device]:
+    return tensor.numel(), tensor.dtype, tensor.device
+
+
+if TorchVersion(torch.__version__) < "2.7":
+    raise ImportError(
+        f"the backend 'pipekernels' needs torch 2.7 or newer, this is {torch.__version__}; call "
+        "the methods of pipekernels.Communicator instead"
+    )
+
+
+class BackendGroup(Group):
+    """A group with its collectives on tensors, which are added below."""
+
+
+def _collective(
+    name: str,
+    method_names: str = "",
+    *,
+    arguments: int = 2,
+    read: Callable[[Any], Any] | None = None,
+    native: Callable[..., bool] = lambda *_: False,
+    is_one: bool = False,
+    copies: bool = False,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make methods of ``run(group, value, result, *inputs)``, which runs once all earlier calls
+    have ended, for each part of a call: a tensor or a list of tensors for each argument. Those of
+    the result are dense there.
+
+    Args:
+        name: of the collective, for the profiler.
+        method_names: torch's, old and new; ``name`` if empty.
+        arguments: how many come before the options.
+        read: the ``value`` of torch's options; at the call.
+        native: with native calls in place of the group: makes one of them if that suffices;
+            returns whether it has.
+        is_one: the arguments are those of the only part, and not lists for several.
+        copies: ``run`` copies to its results, which may be strided then.
+    """
+
+    def method_of(method_name: str, run: Callable[..., None]) -> Callable[..., dist.Work]:
+        runs = run if copies else partial(_run_on_dense, run)
+
+        @disable_dynamo
+        def method(self: BackendGroup, *given: Any, **fields: Any) -> dist.Work:
+            if len(given) <= arguments or not hasattr(given[arguments], "timeout"):
+                # Torch calls again with options, or has Gloo do it.
+                work: dist.Work = getattr(super(BackendGroup, self), method_name)(*given, **fields)
+                return work
+            opts, calls = given[arguments], self._flat_calls
+            value = None if read is None else read(opts)
+            if (
+                calls is not None
+                and self._last is DONE
+                and not getattr(opts, "asyncOp", True)
+                and not is_profiler_enabled()
+            ):  # The caller waits, no earlier call is left, and nobody looks.
+                tensors = given[0] if arguments == 1 else given[:arguments]
+                if len(tensors) == arguments and native(calls, value, *tensors):
+                    return ENDED
+            parts = parts_of(given[:arguments], is_one)
+            tensors = tensors_in(parts[-1][:2]) if parts else []
+            for last in tensors[-1:]:  # All ranks give this one.
+                if not last.is_cpu or last.layout != torch.strided:
+                    work = getattr(self._group_of(last.device), method_name)(*given)
+                    return work
+
+            def body() -> None:
+                with torch.inference_mode():  # Allows writes to its tensors.
+                    for result, *inputs in parts:
+                        if calls is None or not native(calls, value, result, *inputs):
+                            runs(self, value, result, *inputs)
+
+            return self._run(opts, body, tensors_in([part[0] for part in parts]), name)
+
+        return method
+
+    def add(run: Callable[..., None]) -> Callable[..., None]:
+        for method_name in (method_names or name).split():
+            setattr(BackendGroup, method_name, method_of(method_name, run))
+        return run
+
+    return add
+
+
+def _run_on_dense(
+    run: Callable[..., None], group: Group, value: Any, result: Tensor | list[Tensor], *inputs: Any
+) -> None:
+    results = result if isinstance(result, list) else [result]
+    dense = list(map(to_dense_in_place, results))
+    run(group, value, dense if results is result else dense[0], *inputs)
+    for each, tensor in zip(dense, results, strict=True):
+        put_back(each, tensor)
+
+
+# Torch's backends require equally many elements on all ranks, a communicator equal shapes: so it
+# gets tensors of one dimension.
+
+# ---- reductions: the value is the operation and the factor of its terms --------------------------
+
+
+@_collective(
+    "all_reduce",
+    "allreduce allreduce_coalesced",
+    arguments=1,
+    read=reduction_of,
+    native=lambda calls, value, x: value[1] is None and calls.all_reduce_flat(x, value[0]),
+)
+def _all_reduce(group: Group, value: Any, tensor: Tensor) -> None:
+    derived.all_reduce(group._comm, tensor.view(-1), *value)
+
+
+@_collective("reduce", arguments=1, read=lambda opts: (*reduction_of(opts), opts.rootRank))
+def _reduce(group: Group, value: Any, tensor: Tensor) -> None:
+    derived.reduce(group._comm, tensor.view(-1), *value)
+
+
+@_collective(
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced "
+    "_reduce_scatter_base reduce_scatter_single",
+    read=reduction_of,
+    native=lambda calls, value, y, x: (
+        value[1] is None and calls.reduce_scatter_flat(x, y, value[0])
+    ),
+)
+def _reduce_scatter(group: Group, value: Any, output: Tensor, input: Tensor) -> None:
+    derived.reduce_scatter(group._comm, output.view(-1), to_dense(input).view(-1), *value)
+
+
+@_collective("reduce_scatter", read=reduction_of)
+def _reduce_scatter_list(group: Group, value: Any, output: Tensor, inputs: list[Tensor]) -> None:
+    check_parts("reduce_scatter", inputs, group.size())
+    whole, sizes = torch.cat([x.reshape(-1) for x in inputs]), [x.numel() for x in inputs]
+    if len(set(sizes)) == 1:
+        return _reduce_scatter(group, value, output, whole)
+    group._comm._cpu_backend.announce("reduce_scatter", whole, value[0])
+    derived.all_reduce(group._comm, whole, *value)
+    output.copy_(whole.split(sizes)[group.rank()].view(output.shape))
+
+
+# ---- copies: the value is the root, if there is one ----------------------------------------------
+
+_root_of = attrgetter("rootRank")
+
+
+@_collective(
+    "broadcast",
+    arguments=1,
+    read=_root_of,
+    native=lambda calls, root, x: calls.broadcast_flat(x, root),
+)
+def _broadcast(group: Group, root: int, tensor: Tensor) -> None:
+    group._comm.broadcast(tensor.view(-1), root)
+
+
+@_collective(
+    "all_gather",
+    "allgather_into_tensor_coalesced all_gather_single_coalesced _allgather_base all_gather_single",
+    native=lambda calls, _, y, x: calls.all_gather_flat(x, y),
+)
+def _all_gather(group: Group, _: None, output: Tensor, input: Tensor) -> None:
+    group._comm.all_gather(input.reshape(-1), out=output.view(-1))
+
+
+@_collective("all_gather", "allgather", copies=True)
+def _all_gather_list(group: Group, _: None, outputs: list[Tensor], input: Tensor) -> None:
+    check_parts("all_gather", outputs, group.size(), input)
+    for row, output in zip(group._comm.all_gather(input.reshape(1, -1)), outputs, strict=True):
+        output.copy_(row.view(output.shape))
+
+
+@_collective("gather", read=_root_of)
+def _gather(group: Group, root: int, outputs: list[Tensor], input: Tensor) -> None:
+    check_parts("gather", outputs, group.size() * (group.rank() == root), input)
+    derived.gather(group._comm, group._gloo, to_dense(input), outputs, root)
+
+
+@_collective("scatter", read=_root_of)
+def _scatter(group: Group, root: int, output: Tensor, inputs: list[Tensor]) -> None:
+    check_parts("scatter", inputs, group.size() * (group.rank() == root), output)
+    derived.scatter(group._comm, group._gloo, output, list(map(to_dense, inputs)), root)
+
+
+@_collective("all_to_all", "alltoall", is_one=True)
+def _all_to_all_list(group: Group, _: None, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+    group._comm._cpu_backend.announce("all_to_all", outputs[0])
+    group._gloo.alltoall(outputs, list(map(to_dense, inputs))).wait()
+
+
+@_collective("all_to_all", "alltoall_base all_to_all_single", arguments=4)
+def _all_to_all(group: Group, _: None, output: Tensor, input: Tensor, *sizes: list[int]) -> None:
+    # Not views of one dimension, which take Gloo longer in inference mode.
+    group._comm._cpu_backend.announce("all_to_all", output)
+    group._gloo.alltoall_base(output, to_dense(input), *sizes).wait()
+
+
+dist.Backend.register_backend("pipekernels", BackendGroup, extended_api=True, devices=["cpu"])

@@ -1,0 +1,251 @@
+"""A process group of ``torch.distributed``: its communicator, its thread, and Gloo beside them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipekernels._torch_private import (
+    disable_dynamo,
+    end_with,
+    register_backend,
+)
+from pipekernels.comm.bootstrap.deadline import Deadline
+from pipekernels.comm.bootstrap.rendezvous import over_store
+from pipekernels.comm.communicator import Communicator
+from pipekernels.comm.cuda import MOST_BLOCKS
+from pipekernels.comm.messages import backends_of
+from pipekernels.comm.tensors import to_dense
+from pipekernels.device.profiling import in_profile
+
+DONE: concurrent.futures.Future[None] = concurrent.futures.Future()
+DONE.set_result(None)
+
+
+class Work(dist.Work):
+    """A call that runs on the group's thread, or has run."""
+
+    def __init__(self, call: concurrent.futures.Future[None], results: list[Tensor]) -> None:
+        super().__init__()
+        self._call = call
+        self._results = results
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Wait for the call; raise its error. A timeout of 0 means no timeout."""
+        try:
+            self._call.result(timeout.total_seconds() or None)
+        except concurrent.futures.TimeoutError as error:
+            if self._call.done():
+                raise
+            raise TimeoutError(f"the collective has not ended within {timeout}") from error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._call.done()
+
+    def is_success(self) -> bool:
+        return self._call.done() and self._call.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return self._call.exception() if self._call.done() else None
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._results
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        ended: torch.futures.Future[None] = torch.futures.Future()
+        # Raise an error from a callback: only then does C++ see it as an error.
+        answer = ended.then(lambda _: self.result())
+        self._call.add_done_callback(lambda _: ended.set_result(None))
+        return answer
+
+
+class _Ended(dist.Work):
+    """A call that has ended, for callers that only wait."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+ENDED = _Ended()
+
+
+_CPU = torch.device("cpu")
+
+
+def _point_to_point(name: str) -> Callable[..., dist.Work]:
+    """A call with one tensor, by Gloo."""
+
+    @disable_dynamo
+    def method(self: Group, tensors: list[Tensor], *args: Any) -> dist.Work:
+        (tensor,) = tensors
+        if not tensor.is_cpu:
+            # Torch joins the calls of batch_isend_irecv only in a group of one backend; those of
+            # NCCL might wait for each other elsewhere.
+            raise NotImplementedError(
+                f"{name} of a tensor on {tensor.device} needs a group of that device's backend "
+                "alone; make one, as by new_group(backend='nccl')"
+            )
+        if to_dense(tensor) is not tensor:
+            raise ValueError(  # Gloo would take its memory as if it were contiguous.
+                f"{name} needs a contiguous tensor, got one of shape {tuple(tensor.shape)} and "
+                f"strides {tensor.stride()}; pass a tensor of torch.empty() or tensor.contiguous()"
+            )
+        work: dist.Work = getattr(self._gloo, name)(tensors, *args)
+        return work
+
+    return method
+
+
+class Group(dist.ProcessGroup):
+    """A process group without its collectives on tensors. Gloo serves what it does not override.
+
+    All ranks must choose the same of communicator and Gloo, so the choice depends only on the
+    operation and the kind of tensor.
+    """
+
+    def __init__(self, options: Any, backend_options: Any) -> None:
+        """Called as torch does for backends registered with ``extended_api=True``."""
+        rank, world_size = options.group_rank, options.group_size
+        super().__init__(rank, world_size)  # type: ignore[call-arg]
+        timeout, seconds = options.timeout, options.timeout.total_seconds()
+        deadline = Deadline(seconds)
+        # Wait for all ranks before connecting Gloo, which has the timeout of its operations.
+        rendezvous = over_store(options.store, rank, world_size, deadline)
+        rendezvous.all_gather("", str)
+        gloo_store = dist.PrefixStore("gloo", cast(dist.Store, rendezvous.store))
+        backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
+        # For calls of overridden methods that the communicator does not support.
+        self._gloo = dist.ProcessGroup(gloo_store, rank, world_size)
+        for group in (self, self._gloo):
+            register_backend(group, _CPU, backend)
+        self._comm = cast(Communicator, Communicator._join(rendezvous, seconds, MOST_BLOCKS))
+        self._flat_calls = self._comm._cpu_backend.flat_calls
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
+        self._thread_id: int | None = None  # Set by its first call.
+        self._process = os.getpid()
+        self._last = DONE
+        self._timeout = timeout
+        self._backend_options = backend_options
+        self._others: dict[str, dist.ProcessGroup] = {}  # By type of device.
+
+    def getBackendName(self) -> str:
+        return "pipekernels"
+
+    def abort(self) -> None:
+        for group in self._others.values():
+            group.abort()
+        self._comm.close()
+        super().abort()
+
+    def shutdown(self) -> None:
+        others, self._others = self._others, {}
+        for group in others.values() if self is not dist.group.WORLD else ():
+            dist.destroy_process_group(group)  # With the default group torch does that itself.
+        self._comm.close()
+        self._thread.shutdown(wait=False)  # Pending calls fail, as the communicator is closed.
+        super().shutdown()
+
+    @disable_dynamo
+    def barrier(self, opts: Any = None, **fields: Any) -> dist.Work:
+        return self._run(opts, self._comm.barrier, [], "barrier")
+
+    def _run(
+        self, opts: Any, body: Callable[[], object], results: list[Tensor], name: str
+    ) -> dist.Work:
+        """Run ``body``, the collective ``name``, after all earlier calls; at once if none of them
+        is left and the caller waits.
+
+        A future's callback may run on the group's thread, which cannot wait for itself: calls from
+        there run at once. The order is then the same on all ranks if each callback is added before
+        the next call and that call is asynchronous, as in the hooks of DDP.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this group belongs to the process that made it, and cannot be used in a forked "
+                "child; make a new one there"
+            )
+        if self._last is not DONE and self._last.done():
+            self._last = DONE
+        is_idle = self._last is DONE and not getattr(opts, "asyncOp", True)
+        with in_profile("%s of %d bytes", name, sum([each.nbytes for each in results])) as shown:
+            if is_idle or threading.get_ident() == self._thread_id:
+                body()
+                return ENDED if is_idle else Work(DONE, results)
+            self._last = self._thread.submit(self._run_on_thread, body)
+            work = Work(self._last, results)
+            if shown is not None:
+                end_with(shown, work.get_future())
+        return work
+
+    def _run_on_thread(self, body: Callable[[], object]) -> None:
+        self._thread_id = threading.get_ident()
+        body()
+
+    # ---- tensors of other devices ---------------------------------------------------------------
+    # Torch's loop over "cpu:pipekernels,cuda:nccl" ends at a backend that is a whole group, as ours
+    # is. So each other device has a second group, of the backend that the string names for it, made
+    # at the first call: only then torch knows what the string names.
+
+    def _group_of(self, device: torch.device) -> dist.ProcessGroup:
+        """All ranks make a group for another device together. ValueError if no backend is named."""
+        if device.type == "cpu":
+            return self._gloo
+        if device.type not in self._others:
+            config = dist.get_backend_config(self)
+            name = backends_of(self).get(device.type, "pipekernels")
+            if name == "pipekernels":
+                raise ValueError(
+                    f"the group's backends are {config!r}, and none of them takes tensors on "
+                    f"{device.type}: name one for each device, as in "
+                    "init_process_group('cpu:pipekernels,cuda:nccl')"
+                )
+            ranks = dist.get_process_group_ranks(self)
+            # Torch sorts ranks by default; where it can leave them unsorted, it has this argument.
+            order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+            self._others[device.type] = dist.new_group(
+                ranks, self._timeout, f"{device.type}:{name}", self._backend_options,
+                use_local_synchronization=True, **order,
+            )  # fmt: skip
+        return self._others[device.type]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        other = self._others.get(device.type)
+        return super()._get_backend(device) if other is None else other._get_backend(device)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            self._group_of(device)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """On CPUs the calls in between have begun one by one; the work is that of the last."""
+        if device.type == "cpu":
+            return Work(self._last, [])
+        return self._group_of(device)._end_coalescing(device)
+
+    # ---- forwarded -------------------------------------------------------------------------------
+    # The base class would call Gloo while it holds the GIL. A thread of Gloo that holds the lock of
+    # its queue may need the GIL to free a tensor: a deadlock.
+
+    @disable_dynamo
+    def allgather_coalesced(self, outputs: Any, inputs: list[Tensor], *options: Any) -> dist.Work:
+        return self._group_of(inputs[0].device).allgather_coalesced(outputs, inputs, *options)
+
+    send = _point_to_point("send")
+    recv = _point_to_point("recv")
+    recv_anysource = _point_to_point("recv_anysource")

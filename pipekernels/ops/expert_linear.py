@@ -1,0 +1,138 @@
+"""``x W_e^T`` with a matrix ``W_e`` for each group of rows, as a mixture of experts computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipekernels import _backend
+from pipekernels.ops.dispatch import has_derivatives, is_observed
+
+SKINNY_ROWS = 4
+"""Mean number of rows of an expert up to which reading its weight takes the most time."""
+
+
+def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+    """Multiply each group of rows by its expert's matrix: on a GPU in one launch where torch has
+    ``grouped_mm`` for the operands, else expert by expert.
+
+    Args:
+        x: ``[sum(rows), k]``, sorted by experts.
+        weight: ``[experts, n, k]``, perhaps a transposed view.
+        bias: ``[experts, n]``.
+        rows: int64 ``[experts]``, on the device of ``x``: the number of rows of each expert.
+
+    Returns:
+        ``[sum(rows), n]``.
+
+    Backward: the gradients of ``x``, ``weight`` and ``bias``; differentiable once.
+    """
+    if x.is_cuda and takes_groups(x, weight):
+        return grouped_linear(x, weight, bias, rows)
+    result: Tensor = _ExpertLinear.apply(x, weight, bias, rows.tolist())
+    return result
+
+
+def takes_groups(x: Tensor, weight: Tensor) -> bool:
+    """Whether this torch has ``grouped_mm`` and it multiplies these: rows and columns of bfloat16
+    that begin at multiples of 16 bytes."""
+    n, k = weight.shape[1:]
+    return (
+        hasattr(functional, "grouped_mm")
+        and x.dtype == weight.dtype == torch.bfloat16
+        and n % 8 == k % 8 == 0
+        and len(x) > 0
+    )
+
+
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+    """:func:`expert_linear` by ``grouped_mm``, which reads the groups' sizes on the device, so that
+    the host does not wait for them. No GPU has run it yet."""
+    multiply: Any = functional.grouped_mm
+    y: Tensor = multiply(x, weight.transpose(1, 2), offs=rows.cumsum(0, dtype=torch.int32))
+    return y if bias is None else y + bias.repeat_interleave(rows, 0, output_size=len(x))
+
+
+def skinny_expert_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, scale: Tensor | None = None
+) -> Tensor | None:
+    """Multiply each row by the matrices of its chosen experts, of which only these are read; or
+    None where the kernel does not apply: it takes few rows of contiguous CPU tensors of one
+    floating dtype, without autograd.
+
+    Args:
+        x: ``[rows, k]``; float32 or bfloat16 with a ``scale``.
+        weight: ``[experts, n, k]``, of int8 with a ``scale``.
+        bias: ``[experts, n]``.
+        chosen: int64, ``[rows, count]``.
+        scale: ``[experts, n]``, float32, see :mod:`pipekernels.ops.int8_linear`.
+
+    Returns:
+        ``[rows, count, n]``. 16-bit floats are computed with in float32, and rounded once.
+
+    Raises:
+        ValueError: an expert is outside of ``0..experts - 1``.
+    """
+    if type(x) is not Tensor or not x.is_cpu or is_observed():
+        return None
+    if chosen.numel() > SKINNY_ROWS * weight.shape[0]:
+        return None
+    if scale is None and torch.is_autocast_enabled("cpu"):
+        return None
+    if has_derivatives((x, weight) if bias is None else (x, weight, bias)):
+        return None
+    out = x.new_empty((*chosen.shape, weight.shape[1]))
+    operands = out, x, weight, bias, chosen, torch.get_num_threads()
+    scales = () if scale is None else (scale,)
+    done: bool = _backend.load().expert_product(*operands, *scales)
+    return out if done else None
+
+
+def groups(rows: Sequence[int]) -> list[tuple[int, slice]]:
+    """The experts that have rows, and which these are."""
+    found, start = [], 0
+    for expert, count in enumerate(rows):
+        if count:
+            found.append((expert, slice(start, start + count)))
+        start += count
+    return found
+
+
+class _ExpertLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[int]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.rows, ctx.is_biased = rows, bias is not None
+        out = x.new_empty(len(x), weight.shape[1])
+        for expert, own in groups(rows):
+            if bias is None:
+                torch.mm(x[own], weight[expert].t(), out=out[own])
+            else:
+                torch.addmm(bias[expert], x[own], weight[expert].t(), out=out[own])
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.empty_like(x)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight)
+        if ctx.is_biased and ctx.needs_input_grad[2]:
+            grad_bias = grad.new_zeros(weight.shape[:2])
+        for expert, own in groups(ctx.rows):
+            if grad_x is not None:
+                torch.mm(grad[own], weight[expert], out=grad_x[own])
+            if grad_weight is not None:
+                grad_weight[expert] = grad[own].t() @ x[own]
+            if grad_bias is not None:
+                grad_bias[expert] = grad[own].sum(0)
+        return grad_x, grad_weight, grad_bias, None

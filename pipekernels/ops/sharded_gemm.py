@@ -1,0 +1,277 @@
+"""``Y = X W^T`` of a linear layer, by Triton or by the vendor's library.
+
+``algorithm='auto'`` calls ``torch.nn.functional.linear``, which is as fast as the Triton kernel or
+faster, but for float8.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipekernels._arguments import check_kind
+from pipekernels._torch_private import scaled_mm
+from pipekernels.ops.dispatch import deny_tangents
+from pipekernels.ops.gemm_choice import (
+    FLOAT8,
+    choose,
+    gpu_of,
+    library_takes_float8,
+    tf32_allowed,
+)
+from pipekernels.triton_kernels.config import Config, kind_of
+
+ALGORITHMS = ("auto", "triton", "cublas")
+
+
+def sharded_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    algorithm: str = "auto",
+) -> Tensor:
+    """``x @ weight.T + bias + residual``, accumulated in float32 or wider (except that Hopper's and
+    Ada's tensor cores sum up to 128 products of float8 in fewer bits).
+
+    Both gradients are products of the same kind. TF32 and autocast apply as in
+    ``torch.nn.functional.linear``.
+
+    Args:
+        x: ``[..., k]``, any strides.
+        weight: ``[n, k]``, any strides, of the same dtype.
+        bias: ``[n]``.
+        residual: ``[..., n]``, like the result.
+        scale_x: for float8 (e4m3) operands: float32, one element, or one per row of x; 1 if
+            ``None``.
+        scale_weight: the same, one per row of ``weight``.
+        out_dtype: of the result of float8 operands; bfloat16 if ``None``.
+        algorithm: ``'triton'``, ``'cublas'``, or ``'auto'``: see the module. For float8 ``'auto'``
+            uses Triton where the library does not support the operands.
+
+    Returns:
+        ``[..., n]``, of the dtype of ``x``; for float8 operands of ``out_dtype``.
+
+    Raises:
+        TypeError: an argument is not a tensor; dtypes differ or are not supported; scales or
+            ``out_dtype`` with other operands than float8; float8 where a gradient is needed.
+        ValueError: shapes, scales or devices that do not fit; an unknown ``algorithm``.
+        RuntimeError: ``'triton'`` on a GPU that is too old for it; on a GPU also forward-mode
+            differentiation.
+        ImportError: ``'triton'`` without Triton, or with one before 3.6.
+    """
+    _check(x, weight, bias, residual, scale_x, scale_weight, out_dtype, algorithm)
+    device = x.device.type
+    # is_autocast_enabled("meta") raises.
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    autocast = autocast and x.dtype not in (torch.float64, FLOAT8)
+    if x.dtype != weight.dtype and not autocast:
+        raise TypeError(
+            f"x has dtype {x.dtype} but weight {weight.dtype}; convert one of them with .to(...)"
+        )
+    dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+    if algorithm != "triton" and dtype != FLOAT8:
+        y = functional.linear(x, weight, bias)
+        return y if residual is None else y + residual
+    matrix, n = as_matrix(x), weight.shape[0]
+    residual = None if residual is None else as_matrix(residual)
+    if autocast:
+        matrix, weight = matrix.to(dtype), weight.to(dtype)
+        bias = bias if bias is None else bias.to(dtype)
+        residual = residual if residual is None else residual.to(dtype)
+    deny_tangents("sharded_gemm", (t for t in (x, weight, bias, residual) if t is not None))
+    scale_x, scale_weight = (
+        scale if scale is None else scale.reshape(-1) for scale in (scale_x, scale_weight)
+    )
+    product: Tensor = torch.ops.pipekernels.sharded_gemm(
+        matrix, weight, bias, residual, scale_x, scale_weight, out_dtype, algorithm
+    )
+    return product.view(*x.shape[:-1], n)
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """``x`` ``[..., k]`` as ``[rows, k]``; ``k`` may be 0."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+class Terms(NamedTuple):
+    """What a product of matrices is multiplied by, and what is added to it.
+
+    Attributes:
+        bias, residual: ``[n]`` and ``[m, n]``.
+        scale_a, scale_b: ``[m]`` or ``[1]``, and ``[n]`` or ``[1]``.
+    """
+
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+
+
+NO_TERMS = Terms()
+
+
+def gemm_into(
+    out: Tensor, a: Tensor, b: Tensor, terms: Terms = NO_TERMS, algorithm: str = "auto"
+) -> None:
+    """:func:`sharded_gemm` for matrices, into ``out`` and without autograd.
+
+    Args:
+        out: ``[m, n]``; may be symmetric memory.
+        a, b: ``[m, k]`` and ``[n, k]``.
+        terms: of the product.
+        algorithm: as in :func:`sharded_gemm`.
+    """
+    config = choose(a, b, out, terms.residual, algorithm=algorithm) if a.is_cuda else None
+    if config is None:
+        _by_library(out, a, b, terms)
+    else:
+        _by_triton(config, out, a, b, terms)
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale_x: Tensor | None,
+    scale_weight: Tensor | None,
+    out_dtype: torch.dtype | None,
+    algorithm: str,
+) -> None:
+    """Raise TypeError or ValueError for arguments of :func:`sharded_gemm` that do not fit."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    added = [t for t in (bias, residual, scale_x, scale_weight) if t is not None]
+    for value in (x, weight, *added):
+        check_kind("an operand of sharded_gemm", value, Tensor, "a tensor")
+    n, rows, out_shape = weight.shape[0], math.prod(x.shape[:-1]), (*x.shape[:-1], weight.shape[0])
+    if (
+        (weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1])
+        or (bias is not None and bias.shape != (n,))
+        or (residual is not None and residual.shape != out_shape)
+    ):
+        shapes = ", ".join(str(tuple(t.shape)) for t in (x, weight, *added[:2]))
+        raise ValueError(
+            f"x [..., k], weight [n, k], bias [n] and residual [..., n] must agree, got {shapes}; "
+            "weight has the layout of nn.Linear"
+        )
+    if any(t.device != x.device for t in (weight, *added)):
+        devices = ", ".join(str(t.device) for t in (x, weight, *added))
+        raise ValueError(f"all tensors must be on one device, got {devices}; move them with .to()")
+    if algorithm == "triton" and not x.is_cuda:
+        raise ValueError(f"algorithm='triton' needs CUDA tensors, got {x.device}; use 'auto'")
+    if x.dtype != FLOAT8:
+        if scale_x is not None or scale_weight is not None or out_dtype is not None:
+            raise TypeError(f"scales and out_dtype belong to {FLOAT8} operands, not {x.dtype}")
+        return
+    if out_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    for name, scale, count in (("scale_x", scale_x, rows), ("scale_weight", scale_weight, n)):
+        if scale is not None and (scale.dtype != torch.float32 or scale.numel() not in (1, count)):
+            raise ValueError(
+                f"{name} must be float32 and have 1 or {count} elements, got {scale.dtype} and "
+                f"{tuple(scale.shape)}"
+            )
+
+
+# ---- the product by Triton, and by the vendor's library ----
+
+
+def _by_triton(config: Config, out: Tensor, a: Tensor, b: Tensor, terms: Terms) -> None:
+    from pipekernels.triton_kernels.launch import Product, launch
+
+    gpu, kind = gpu_of(a.device), kind_of(a.dtype, tf32_allowed())
+    assert kind is not None  # choose() returns None for other dtypes.
+    product = Product(kind, a, b, out, **terms._asdict())
+    with torch.cuda.device(a.device):
+        launch(product, config, generation=gpu.generation, sms=gpu.sms)
+
+
+def _by_library(out: Tensor, a: Tensor, b: Tensor, terms: Terms) -> None:
+    """Compute by the vendor's library; on CPUs by torch's."""
+    bias, residual, scale_a, scale_b = terms
+    if a.dtype == FLOAT8:
+        _float8_product(out, a, b, scale_a, scale_b)
+        if bias is not None:
+            out += bias
+    elif bias is None:
+        torch.mm(a, b.t(), out=out)
+    else:
+        torch.addmm(bias, a, b.t(), out=out)
+    if residual is not None:
+        out += residual
+
+
+def _float8_product(
+    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
+) -> None:
+    """The scaled product; computed in float32 where cuBLAS does not support the operands."""
+    scale_a, scale_b = (
+        torch.ones(1, dtype=torch.float32, device=a.device) if scale is None else scale
+        for scale in (scale_a, scale_b)
+    )
+    if not (a.is_cuda and library_takes_float8(a, b, out)):
+        out.copy_(a.float() @ b.float().t() * scale_a[:, None] * scale_b)
+        return
+    if scale_a.numel() > 1 or scale_b.numel() > 1:  # cuBLAS needs both per row or both per tensor.
+        scale_a = scale_a.expand(a.shape[0])[:, None].contiguous()
+        scale_b = scale_b.expand(b.shape[0])[None, :].contiguous()
+    scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
+
+
+# ---- the registered operation ----
+
+
+# For the names of all arguments see the schema below.
+def _sharded_gemm(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    bias, residual, scale_x, scale_weight, _, algorithm = rest
+    out = _sharded_gemm_fake(x, weight, *rest)
+    gemm_into(out, x, weight, Terms(bias, residual, scale_x, scale_weight), algorithm)
+    return out
+
+
+def _sharded_gemm_fake(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    *_, out_dtype, _ = rest
+    dtype = out_dtype or (torch.bfloat16 if x.dtype == FLOAT8 else x.dtype)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, *_, ctx.algorithm = inputs
+    if x.dtype == FLOAT8:
+        raise TypeError(
+            f"a product of {FLOAT8} has no gradient here; detach its inputs, or multiply in "
+            "bfloat16"
+        )
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
+    multiply, rest = torch.ops.pipekernels.sharded_gemm, (*[None] * 5, ctx.algorithm)
+    grad_x = multiply(grad, weight.t(), *rest) if needs_x else None
+    grad_weight = multiply(grad.t(), x.t(), *rest) if needs_weight else None
+    grad_bias = grad.sum(0) if needs_bias else None
+    return grad_x, grad_weight, grad_bias, grad if needs_residual else None, *[None] * 4
+
+
+_library = torch.library.Library("pipekernels", "FRAGMENT")
+_library.define(
+    "sharded_gemm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? scale_x, "
+    "Tensor? scale_weight, ScalarType? out_dtype, str algorithm) -> Tensor"
+)
+_library.impl("sharded_gemm", _sharded_gemm, "CompositeExplicitAutograd")
+torch.library.register_fake("pipekernels::sharded_gemm", _sharded_gemm_fake, lib=_library)
+torch.library.register_autograd(
+    "pipekernels::sharded_gemm", _backward, setup_context=_setup, lib=_library
+)

@@ -1,0 +1,332 @@
+"""One stage, or several in a row, on one microbatch: forward, recomputation, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipekernels._torch_private import PythonNode, run_backward
+from pipekernels.pipeline.context import during, recomputing
+from pipekernels.pipeline.engine.entry import StageInput, copy_of
+from pipekernels.pipeline.engine.error_notes import name_of
+from pipekernels.pipeline.engine.parameters import Parameters, versions
+from pipekernels.pipeline.engine.random import Seeds
+from pipekernels.pipeline.engine.split_backward import WeightBackward, backward_of_inputs
+from pipekernels.pipeline.microbatch import Activation, Grads
+from pipekernels.pipeline.nested import Arguments, flatten
+from pipekernels.pipeline.partition import layers
+from pipekernels.pipeline.skip import Key, carried, skips_of
+
+Values = dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
+"""By id and version of a buffer: it, and a copy of that version."""
+
+
+class Buffer(NamedTuple):
+    """A buffer that requires no gradient: graphs must use the others themselves, not copies."""
+
+    owner: dict[str, Any]
+    """The ``_buffers`` of its layer."""
+    name: str
+    buffer: torch.Tensor
+    value: torch.Tensor
+
+
+def _buffers(layers: Sequence[nn.Module]) -> Iterator[Buffer]:
+    for layer in layers:
+        for name, buffer in layer._buffers.items():
+            if buffer is not None and not buffer.requires_grad:
+                yield Buffer(layer._buffers, name, buffer, buffer)
+
+
+def buffers_now(layers: Sequence[nn.Module], values: Values) -> list[Buffer]:
+    """The buffers of ``layers`` with their present values. Copies are added to ``values``, where
+    microbatches share them."""
+    found = []
+    for each in _buffers(layers):
+        key = id(each.buffer), versions([each.buffer])[0]
+        if key not in values:
+            values[key] = each.buffer, each.buffer.clone()
+        found.append(each._replace(value=values[key][1]))
+    return found
+
+
+@contextmanager
+def buffers_of_forward(layers: Sequence[nn.Module], found: Sequence[Buffer]) -> Iterator[None]:
+    """Have ``layers`` use copies of their buffers in the body, with the values of ``found``, before
+    the forward, which has already updated the buffers."""
+    given = {(id(each.owner), each.name): each for each in _buffers(layers)}
+    given |= {(id(each.owner), each.name): each for each in found if each.name in each.owner}
+    former = [(owner, name, owner[name]) for owner, name, _, _ in given.values()]
+    copies: dict[int, torch.Tensor] = {}  # Layers may share buffers.
+    try:
+        for owner, name, buffer, value in given.values():
+            owner[name] = copies.setdefault(id(buffer), value.clone())
+        yield
+    finally:
+        for owner, name, buffer in former:
+            owner[name] = buffer
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+_NO_SKIPS: AbstractContextManager[dict[Key, Any]] = nullcontext({})
+
+
+Root = GradientEdge | torch.Tensor
+
+
+@dataclass(slots=True)
+class Tape:
+    """What a forward keeps for its backward.
+
+    ``roots`` are graph edges, not tensors, so that an output's memory can be freed before the
+    backward; of a parameter that the stage returns, itself. A checkpointed forward has ``inputs``
+    and ``nodes`` instead of leaves and roots.
+    """
+
+    leaves: Sequence[torch.Tensor | None] = ()
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+    """Those of the leaves, during a backward."""
+    roots: Sequence[Root | None] = ()
+    inputs: Activation | None = None
+    nodes: Sequence[type] = ()
+    """Classes of the nodes of a checkpointed forward's graph, which its recomputation must have."""
+    received: tuple[Key, ...] = ()
+    """Keys of the skips among the inputs, the last of ``leaves``."""
+    sent: tuple[Key, ...] = ()
+    """Keys of the skips among the outputs, the last of ``roots``."""
+    outputs: int = 0
+    """Number of output tensors without skips."""
+    sources: Sequence[torch.device] = ()
+    """The devices to which gradients of inputs go, if to others."""
+    buffers: Sequence[Buffer] = ()
+    """Buffers before a checkpointed forward, for its recomputation."""
+    versions: Sequence[int] = ()
+    """Those of ``inputs``, before the forward."""
+
+    def kinds(self) -> list[type]:
+        """The classes of all nodes that the roots lead to, in one order for equal graphs."""
+        stack = [root.node for root in reversed(self.roots) if isinstance(root, GradientEdge)]
+        seen = set()
+        kinds: list[type] = []
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                kinds.append(type(node))
+                stack += [child for child, _ in node.next_functions if child is not None]
+        return kinds
+
+    def keep_only(self, inputs: Activation, versions: Sequence[int]) -> None:
+        """Drop the graph, which a recomputation on ``inputs`` will make again."""
+        # It was made all the same: it says which outputs want gradients, and torch has other
+        # kernels without one, whose bits differ (of LSTMs, of attention).
+        self.inputs, self.versions, self.nodes = inputs, versions, self.kinds()
+        self.leaves = self.roots = ()
+
+
+def _root(tensor: torch.Tensor) -> Root | None:
+    if not tensor.requires_grad:
+        return None
+    node = tensor.grad_fn
+    if node is None:
+        return tensor
+    if isinstance(node, PythonNode):
+        # Freed unless something owns it. The edge does, by its ownership_token, which torch 2.6
+        # lacks: there keep the tensor.
+        return get_gradient_edge(tensor) if "ownership_token" in GradientEdge._fields else tensor
+    return GradientEdge(node, tensor.output_nr)
+
+
+def _may_modify_inputs(layer: nn.Module) -> bool:
+    """Whether a layer or one of its forward pre-hooks might modify its input in place. torch's own
+    layers do so only if they have ``inplace=True``."""
+    return bool(
+        getattr(layer, "inplace", False)
+        or layer._forward_pre_hooks
+        or not type(layer).__module__.startswith("torch.nn.")
+    )
+
+
+class Task:
+    """Runs consecutive stages of one device as one graph per microbatch, whose state is in a Tape.
+
+    Args:
+        stages: the stages' layers.
+        first: index of the first stage.
+        device: the device of the stages and of their inputs.
+        received, sent: skips that come from, and go to, other tasks.
+
+    Attributes:
+        layers: all modules of the stages.
+        overwrites_input: whether layers overwrite their input, so that it is cloned where it must
+            not change: if checkpointed, or the caller's. None if unknown.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Sequential],
+        first: int,
+        device: torch.device,
+        received: Sequence[Key] = (),
+        sent: Sequence[Key] = (),
+    ) -> None:
+        self.stages = list(enumerate(stages, first))
+        self.device = device
+        self.received_skips = tuple(received)
+        self.sent_skips = tuple(sent)
+        self._skips = [skips_of(stage) for stage in stages]
+        # Microbatches are views of the caller's tensors, which layers must not modify in place:
+        # autograd would not know, and the views share one version counter.
+        self._is_first = first == 0
+        self.inspect_layers()
+
+    def inspect_layers(self) -> None:
+        """Must be called after the layers have changed. RuntimeError if their skips have."""
+        for (index, stage), skips in zip(self.stages, self._skips, strict=True):
+            if skips_of(stage) != skips:
+                raise RuntimeError(
+                    f"layers with skips were added to stage {index}, or removed, after the pipe "
+                    "was made, which fixed the routes of skips; change the layers before making a "
+                    "pipe, or make a new one of pipe.to_sequential()"
+                )
+        self.layers = [layer for _, stage in self.stages for layer in stage.modules()]
+        # None: unknown until the first clone has been used.
+        self.overwrites_input = None if any(map(_may_modify_inputs, self.layers)) else False
+
+    def forward(
+        self,
+        inputs: Activation,
+        seeds: Seeds,
+        m: int,
+        *,
+        parameters: Parameters | None = None,
+        preserve: bool = False,
+        alone: bool = False,
+    ) -> tuple[Activation, Tape]:
+        """Run the layers on microbatch ``m``; returns their outputs, and what a backward needs.
+
+        Args:
+            inputs: detached, on the device of the stages.
+            seeds: seeds each stage.
+            parameters: what a graph that begins at ``inputs`` accumulates into; its outputs are
+                detached. None: without a graph.
+            preserve: whether ``inputs`` must keep their values.
+            alone: run in the caller's graph.
+        """
+        tensors, before = inputs.tensors, None
+        if (preserve or self._is_first) and self.overwrites_input is not False:
+            with torch.inference_mode(False):  # Whose tensors have no versions.
+                tensors = tuple([copy_of(tensor) for tensor in tensors])
+            before = versions(tensors)
+        n = len(tensors) - len(inputs.skips)
+        leaves: list[torch.Tensor | None] = []
+        found: list[torch.Tensor | None] = []
+        carrying: AbstractContextManager[dict[Key, Any]] = _NO_SKIPS
+        grad = parameters is not None
+        with _NOTHING if alone else torch.enable_grad() if grad else torch.no_grad():
+            args = list(tensors)
+            if parameters is not None:
+                for i, wants in enumerate(inputs.wants_grad):
+                    leaf = tensors[i].detach().requires_grad_() if wants else None
+                    leaves.append(leaf)
+                    if leaf is not None:
+                        args[i] = StageInput.apply(leaf, found, i, parameters.drop_accumulated)
+            if any(self._skips):
+                given = dict(zip(inputs.skips, args[n:], strict=True))
+                carrying = carried(dict.fromkeys(self.received_skips) | given)
+            value = inputs.structure.build(args[:n])
+            with carrying as skips:
+                for index, stage in self.stages:
+                    spread = type(value) is Arguments
+                    with seeds.seeded(m, index):
+                        value = _spread(stage, value) if spread else stage(value)
+                    outputs, structure = flatten(value, f"the output of stage {index}")
+        if before is not None:
+            self.overwrites_input = versions(tensors) != before
+        sent = tuple([key for key in self.sent_skips if skips[key] is not None])
+        outputs = (*outputs, *[skips[key] for key in sent])
+        if alone:
+            return Activation(outputs, (), structure), Tape()
+        roots = [_root(tensor) for tensor in outputs] if grad else [None] * len(outputs)
+        tape = Tape(
+            leaves,
+            found,
+            roots,
+            received=inputs.skips,
+            sent=sent,
+            outputs=len(outputs) - len(sent),
+            sources=inputs.sources,
+        )
+        wants_grad = tuple([root is not None for root in roots])
+        detached = tuple([tensor.detach() for tensor in outputs]) if grad else outputs
+        return Activation(detached, wants_grad, structure, sent), tape
+
+    def recompute(self, tape: Tape, seeds: Seeds, m: int, parameters: Parameters) -> Tape:
+        """Run the layers a second time on the tape's inputs, now with a graph. Buffers and inputs
+        keep their values: the previous stage's inputs may share memory with these, and another
+        recomputation may follow. RuntimeError if the graph is not that of the forward."""
+        assert tape.inputs is not None
+        with during(recomputing), buffers_of_forward(self.layers, tape.buffers):
+            inputs = tape.inputs
+            _, recomputed = self.forward(inputs, seeds, m, parameters=parameters, preserve=True)
+        again = recomputed.kinds()
+        if again != tape.nodes:
+            raise RuntimeError(
+                f"the recomputation of {name_of(self.stages)} made a graph of {len(again)} nodes "
+                f"that differs from that of its forward, of {len(tape.nodes)}: a layer "
+                "chooses what it computes by something that changes between the two; choose by "
+                "the inputs or by numbers of torch's default generators, or use checkpoint='never'"
+            )
+        return recomputed
+
+    def backward(
+        self, tapes: Sequence[Tape], grads: Sequence[Grads], *, keep_graph: bool
+    ) -> list[Grads]:
+        """Accumulate into the parameters' aliases; returns the gradients of each tape's inputs,
+        given those of its outputs. Autograd takes the latest forward first."""
+        rooted = []
+        for tape, of in zip(tapes, grads, strict=True):
+            tape.grads[:] = [None] * len(tape.leaves)
+            pairs = zip(tape.roots, of, strict=True)
+            rooted += [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
+        try:
+            if rooted:
+                run_backward(*zip(*rooted, strict=True), keep_graph=keep_graph)
+        finally:  # Another backward may use the graphs of one that failed.
+            results = [tuple(tape.grads) for tape in tapes]
+            for tape in tapes:
+                tape.grads.clear()
+        return results
+
+    def backward_of_inputs(
+        self, tape: Tape, grads: Grads, *, keep_graph: bool
+    ) -> tuple[Grads, WeightBackward | None]:
+        """Run the backward's first part; returns the gradients of the inputs and the second part,
+        which accumulates into the parameters' aliases. It is None if the whole backward was run."""
+        leaves = [leaf for leaf in tape.leaves if leaf is not None]
+        pairs = zip(tape.roots, grads, strict=True)
+        rooted = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
+        if leaves and rooted and all(isinstance(root, GradientEdge) for root, _ in rooted):
+            tape.grads[:] = [None] * len(tape.leaves)
+            roots, root_grads = zip(*rooted, strict=True)
+            second_part = backward_of_inputs(roots, root_grads, leaves)
+            if second_part is not None:
+                result = tuple(tape.grads)
+                tape.grads.clear()
+                return result, second_part
+        return self.backward([tape], [grads], keep_graph=keep_graph)[0], None
+
+
+def _spread(stage: nn.Sequential, value: Arguments) -> Any:
+    """``stage`` of several arguments."""
+    first, *rest = layers(stage)  # children() lists a repeated layer only once.
+    result = first(*value.args, **value.kwargs)
+    for layer in rest:
+        result = layer(result)
+    return result

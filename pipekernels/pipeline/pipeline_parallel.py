@@ -1,0 +1,149 @@
+"""Pipelines built from stage objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipekernels._arguments import check_kind, integer
+from pipekernels.pipeline.context import Mode
+from pipekernels.pipeline.engine.execution import Execution
+from pipekernels.pipeline.microbatch import Batch
+from pipekernels.pipeline.partition import check_sequential, does_more
+from pipekernels.pipeline.pipe import Pipe
+
+
+class PipelineStage(nn.Module):
+    """One stage of a :class:`PipelineParallel`: layers that run one after another on one device.
+
+    Args:
+        index: the stage's position in the pipeline, from 0; a ValueError for anything else.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = integer("index", index, least=0)
+        self.layers = nn.Sequential()
+
+    def add_layer(self, layer: nn.Module) -> PipelineStage:
+        """Append ``layer``, which takes what the layer before it returns; returns the stage. A
+        TypeError if it is not a module."""
+        check_kind("layer", layer, nn.Module, "an nn.Module")
+        self.layers.append(layer)
+        return self
+
+    def forward(self, input: Any) -> Any:
+        """Run the layers; without any, ``input`` itself is returned."""
+        return self.layers(input)
+
+    def extra_repr(self) -> str:
+        return f"index={self.index}"
+
+
+class PipelineParallel(Pipe):
+    """Runs stages over microbatches: a :class:`Pipe` made of stage objects (:doc:`/guides/pipe`).
+
+    Each stage runs on the device of its layers; a stage without parameters and buffers runs on that
+    of the previous stage or, if no earlier stage has any, of the first stage that has some.
+
+    Args:
+        stages: in any order; their indices are 0 to n - 1.
+        num_micro_batches: the most microbatches per input.
+        checkpoint, execution: see ``Pipe``.
+
+    Raises:
+        TypeError: a stage is not a :class:`PipelineStage`, or has more than its layers, such as
+            hooks. So do forward and ``train_step`` if it gets them later.
+        ValueError: no stage, an index that occurs twice or is left out, ``num_micro_batches`` below
+            1, a stage whose layers are on several devices, or an unknown ``checkpoint``.
+        RuntimeError: in forward and ``train_step``, if layers of a stage have been added or
+            replaced since: replace them in ``partitions``.
+    """
+
+    def __init__(
+        self,
+        stages: Iterable[PipelineStage],
+        num_micro_batches: int,
+        *,
+        checkpoint: Mode = "never",
+        execution: Execution = "auto",
+    ) -> None:
+        ordered = _in_order(stages)
+        chunks = integer("num_micro_batches", num_micro_batches)
+        at_start = tuple(map(_layers_of, ordered))
+        layers = [own or (nn.Identity(),) for own in at_start]
+        module = nn.Sequential(*chain.from_iterable(layers))
+        module.training = any(stage.training for stage in ordered)
+        super().__init__(
+            module,
+            [len(own) for own in layers],
+            devices=_devices(ordered),
+            chunks=chunks,
+            checkpoint=checkpoint,
+            execution=execution,
+        )
+        # Tuples, so that they are not registered as submodules, which the partitions' layers are.
+        self._stages = tuple(ordered)
+        self._layers_at_start = at_start
+
+    def _batch(self, value: Any) -> Batch:
+        for stage, layers in zip(self._stages, self._layers_at_start, strict=True):
+            if _layers_of(stage) != layers:
+                raise RuntimeError(
+                    f"the layers of stage {stage.index} have changed since the pipeline was made, "
+                    "which would run the former ones; replace them in the pipeline, "
+                    f"pipeline.partitions[{stage.index}][j] = layer, or make a new one"
+                )
+        return super()._batch(value)
+
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self._stages)
+
+    def stage(self, index: int) -> PipelineStage | None:
+        """The stage with that index, or None."""
+        return self._stages[index] if 0 <= index < len(self._stages) else None
+
+
+def _in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
+    stages = list(stages)
+    for position, stage in enumerate(stages):
+        check_kind(f"stages[{position}]", stage, PipelineStage, "a PipelineStage")
+    if not stages:
+        raise ValueError("there is no stage; a pipeline needs at least one")
+    ordered = sorted(stages, key=lambda stage: stage.index)
+    indices = [stage.index for stage in ordered]
+    if indices != list(range(len(ordered))):
+        raise ValueError(
+            f"the stages' indices are {indices}; they must be 0 to {len(ordered) - 1}, each once"
+        )
+    return ordered
+
+
+def _layers_of(stage: PipelineStage) -> tuple[nn.Module, ...]:
+    """The layers of ``stage``; a TypeError if it does more than call them."""
+    check_sequential(stage.layers)
+    if does_more(stage, PipelineStage) or len(stage._modules) > 1:
+        raise TypeError(
+            f"stage {stage.index} has its own forward, parameters, modules or hooks, and the "
+            "pipeline runs its layers alone; make a layer of them, stage.add_layer(module)"
+        )
+    return tuple(stage.layers)
+
+
+def _devices(stages: Sequence[PipelineStage]) -> list[torch.device]:
+    """The device of each stage: of its tensors, or else that of the stage before."""
+    found = [{tensor.device for tensor in chain(s.parameters(), s.buffers())} for s in stages]
+    for stage, devices in zip(stages, found, strict=True):
+        if len(devices) > 1:
+            raise ValueError(
+                f"the layers of stage {stage.index} are on {', '.join(sorted(map(str, devices)))}; "
+                "move the stage to one device"
+            )
+    first = next(filter(None, found), {torch.device("cpu")})
+    filled = accumulate(found, lambda before, own: own or before, initial=first)
+    return [device for (device,) in islice(filled, 1, None)]

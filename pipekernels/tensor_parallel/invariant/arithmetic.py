@@ -1,0 +1,233 @@
+"""The arithmetic that has the same bits on any number of ranks; see the package's docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipekernels.comm import Communicator
+from pipekernels.ops.dispatch import check_differentiated_once
+from pipekernels.ops.linear import skinny_linear, skinny_partial
+from pipekernels.ops.sharded_gemm import as_matrix
+from pipekernels.ops.slab_gemm import slab_gemm
+from pipekernels.tensor_parallel.data_parallel import as_full_tensor
+from pipekernels.tensor_parallel.functional import Heads
+from pipekernels.tensor_parallel.invariant.exact_sums import check_own_parameters, exact_gradients
+from pipekernels.tensor_parallel.invariant.plain import Plain, ShardGradient
+from pipekernels.tensor_parallel.invariant.slabs import (
+    SLABS,
+    check_eager,
+    check_slabs,
+    check_width,
+    has_slabs,
+    product_by_rows,
+    slabs_of,
+    sum_of_ranks,
+    tree_product,
+    tree_sum,
+)
+
+_LAYERS = "an invariant layer"  # For errors.
+
+
+class Invariant(Plain):
+    """Products by slabs, and sums in the order of one tree."""
+
+    order = "tree"
+
+    @staticmethod
+    def _no_product(*args: Any) -> None:
+        """Kernels for a few rows have another order of sums."""
+
+    skinny_linear = skinny_all_reduce = _no_product
+    check_activations = staticmethod(check_width)
+    check_shared = staticmethod(check_own_parameters)
+    can_shard = staticmethod(has_slabs)
+    gradient_sum = staticmethod(exact_gradients)
+
+    @staticmethod
+    def check_row(
+        size: int, comm: Communicator, reduce: str, *, bias: bool, heads: Heads | None
+    ) -> None:
+        if reduce == "none":
+            raise ValueError(
+                "reduce='none' returns partial sums, which differ with the number of ranks; "
+                "invariant=True needs 'all_reduce' or 'reduce_scatter'"
+            )
+        if reduce == "reduce_scatter" and bias:
+            raise ValueError(
+                "reduce='reduce_scatter' with a bias: the sum of its gradient over the rows of all "
+                "ranks depends on their number; invariant=True needs bias=False, or 'all_reduce'"
+            )
+        Invariant.check_column([size], comm, heads=heads)
+
+    @staticmethod
+    def check_column(
+        blocks: Sequence[int], comm: Communicator, *, heads: Heads | None = None
+    ) -> None:
+        if heads is not None and heads[1] % comm.world_size:
+            raise ValueError(
+                f"invariant=True needs as many heads of keys on each rank, of its own, but "
+                f"{comm.world_size} ranks do not divide {heads[1]}; use a number of ranks that does"
+            )
+        check_slabs(blocks, comm.world_size)
+
+    @staticmethod
+    def row_linear(
+        x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool = False
+    ) -> Tensor:
+        """RuntimeError under ``torch.compile``, or ``torch.func``'s transforms."""
+        check_eager()
+        x, weight = _as_autocast([x, weight])
+        result: Tensor = _RowLinear.apply(x, weight, comm, scatter)
+        return result
+
+    @staticmethod
+    def column_linear(
+        x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator, blocks: Sequence[int]
+    ) -> Tensor:
+        """RuntimeError under ``torch.compile``, or ``torch.func``'s transforms."""
+        check_eager()
+        x, weight, *biases = _as_autocast([x, weight] if bias is None else [x, weight, bias])
+        added = biases[0] if biases else None
+        result: Tensor = _ColumnLinear.apply(x, weight, added, comm, blocks)
+        return result
+
+    @staticmethod
+    def looked_up(rows: Tensor) -> Tensor:
+        return rows + 0.0  # Peers add 0, which makes a 0 of -0.
+
+    @staticmethod
+    def sum_of_features(x: Tensor, comm: Communicator) -> Tensor:
+        return tree_sum(x.unflatten(-1, (SLABS // comm.world_size, -1)).sum(-1).unbind(-1))
+
+    @staticmethod
+    def norms(
+        shards: Sequence[ShardGradient], norm_type: float, comm: Communicator | None
+    ) -> Tensor:
+        """``[SLABS / world_size, parameters]``."""
+        assert comm is not None
+        return torch.stack([_slab_norms(shard, norm_type, comm) for shard in shards], 1)
+
+
+def _slab_norms(shard: ShardGradient, norm_type: float, comm: Communicator) -> Tensor:
+    grad = shard.parameter.grad
+    grad = torch.zeros_like(shard.parameter) if grad is None else as_full_tensor(grad)
+    rows = grad.movedim(shard.dim, 0)
+
+    def norm(tensor: Tensor) -> Tensor:
+        result: Tensor = torch.linalg.vector_norm(tensor, norm_type)
+        return result
+
+    of_slabs = zip(*slabs_of(shard.blocks, comm.world_size), strict=True)
+    of_blocks = ([norm(rows[part].contiguous()) for part in slab] for slab in of_slabs)
+    return torch.stack([norm(torch.stack(norms)) for norms in of_blocks])
+
+
+def _as_autocast(tensors: list[Tensor]) -> list[Tensor]:
+    """In the dtype that autocast, if on, has for linear layers."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    casts = [t.is_floating_point() and t.dtype != torch.float64 for t in tensors]
+    return [t.to(dtype) if cast else t for t, cast in zip(tensors, casts, strict=True)]
+
+
+def _exactly(tensor: Tensor) -> AbstractContextManager[Any]:
+    """A context in which products have the dtypes of their operands."""
+    device = tensor.device.type
+    enabled = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else nullcontext()
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) -> Tensor:
+        ctx.comm, ctx.scatter = comm, scatter
+        ctx.save_for_backward(x, weight)
+        shape = (*x.shape[:-1], weight.shape[0])
+        x = x.contiguous()
+        partial = skinny_partial(x, weight, SLABS // comm.world_size)
+        if partial is None:
+            rows = x.view(-1, x.shape[-1])
+            with _exactly(x):
+                partial = tree_product(rows, weight, SLABS // comm.world_size)
+        # Not a view, which callers could not modify.
+        return sum_of_ranks(partial.resize_(shape), comm, scatter=scatter).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_differentiated_once(_LAYERS)
+        x, weight = ctx.saved_tensors
+        if ctx.scatter:
+            grad = ctx.comm.all_gather(grad)
+        rows = as_matrix(grad)  # [rows, out_features]
+        flat = as_matrix(x)
+        [slabs] = slabs_of([x.shape[-1]], ctx.comm.world_size)
+        grad_x = grad_weight = None
+        with _exactly(x):
+            if ctx.needs_input_grad[0]:
+                grad_x = product_by_rows(rows, weight.t(), slabs).view(x.shape)
+            if ctx.needs_input_grad[1]:
+                grad_weight = product_by_rows(rows.t(), flat.t(), slabs)
+        return grad_x, grad_weight, None, None
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        comm: Communicator,
+        blocks: Sequence[int],
+    ) -> Tensor:
+        ctx.comm, ctx.blocks = comm, blocks
+        ctx.save_for_backward(x, weight)
+        x = x.contiguous()
+        y = skinny_linear(x, weight, bias)  # Each feature by itself.
+        if y is not None:
+            return y
+        rows = x.view(-1, x.shape[-1])
+        parts = (part for block in slabs_of(blocks, comm.world_size) for part in block)
+        y = product_by_rows(rows, weight, parts, bias)
+        return y.resize_(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_differentiated_once(_LAYERS)
+        x, weight = ctx.saved_tensors
+        rows, flat = grad.reshape(-1, weight.shape[0]), x.reshape(-1, x.shape[-1])
+        # Copies, as a kernel might choose its way by the distance between rows.
+        pieces = [
+            [(part, rows[:, part].contiguous()) for part in block]
+            for block in slabs_of(ctx.blocks, ctx.comm.world_size)
+        ]
+        grad_x = grad_weight = grad_bias = None
+        with _exactly(x):
+            if ctx.needs_input_grad[0]:
+                of_slabs = zip(*pieces, strict=True)
+                partial = tree_sum(_sum_of_blocks(slab, weight) for slab in of_slabs)
+                grad_x = sum_of_ranks(partial, ctx.comm).to(x.dtype).view(x.shape)
+            flattened = [piece for block in pieces for _, piece in block]
+            if ctx.needs_input_grad[1]:
+                grad_weight = slab_gemm(rows.t(), flat.t())
+                if grad_weight is None:
+                    grad_weight = torch.cat([piece.t() @ flat for piece in flattened])
+            if ctx.needs_input_grad[2]:
+                grad_bias = torch.cat([piece.sum(0) for piece in flattened])
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _sum_of_blocks(slab: Sequence[tuple[slice, Tensor]], weight: Tensor) -> Tensor:
+    """What one slab of all fused layers adds to the gradient of their input."""
+    first, *others = (tree_product(piece, weight[part].t(), 1) for part, piece in slab)
+    for other in others:
+        first += other
+    return first
