@@ -70,8 +70,8 @@ ENDING = 10  # seconds of a benchmark's share that are reserved for its end
 FIRST = [
     "tests/comm/test_cuda_collectives.py",
     "tests/comm/test_all_reduce.py",
-    "tests/local_ops/test_sharded_gemm.py",
-    "tests/local_ops/test_p2p_copy.py",
+    "tests/ops/test_sharded_gemm.py",
+    "tests/ops/test_p2p_copy.py",
     "tests/tensor_parallel/test_linear.py",
 ]
 PYTEST = [*PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-rfE", "--tb=short"]
