@@ -121,16 +121,16 @@ class Communicator:
     def abort(self) -> None: ...
 
 # ---- copies between devices ----
-# They exist if build_info()["cuda"]; pipekernels/device/edge.py says what each call does. Devices
-# are indices, -1 the CPU.
+# They exist if build_info()["cuda"]; pipekernels/device/channel.py says what each call does.
+# Devices are indices, -1 the CPU.
 
-class P2PTicket:
+class P2PEvent:
     def __init__(self) -> None: ...
     def wait(self, device: int, stream: int, /) -> bool: ...
     def synchronize(self) -> None: ...
     def is_done(self) -> bool: ...
 
-class P2PEdge:
+class P2PChannel:
     def __init__(self, source: int, target: int, slot_bytes: int) -> None: ...
     @property
     def leaving(self) -> int: ...
@@ -142,7 +142,7 @@ class P2PEdge:
     def has_broken_link(self) -> bool: ...
     def send(
         self,
-        ticket: P2PTicket,
+        event: P2PEvent,
         sources: list[Tensor],
         targets: list[Tensor],
         snapshots: list[Tensor],
@@ -150,7 +150,7 @@ class P2PEdge:
         threads: int,
         /,
     ) -> bool: ...
-    def mark(self, ticket: P2PTicket, streams: list[int], /) -> bool: ...
+    def mark(self, event: P2PEvent, streams: list[int], /) -> bool: ...
 
 # ---- collectives on CUDA ----
 # They exist if build_info()["cuda"]. Every call names the stream, and whether its thread may wait

@@ -30,7 +30,7 @@ from bench.harness import Options, Turns
 from bench.timing import call_seconds, synchronize
 from pipekernels import Pipe, ops, parallelize_pipeline, unparallelize_pipeline
 from pipekernels.device import streams
-from pipekernels.device.edge import edge
+from pipekernels.device.channel import edge
 
 CHUNKS = 16  # The first copy to the GPU, or the last one to the host, has nothing to hide behind.
 WIDTH = 4096

@@ -42,7 +42,7 @@ void check_count(const py::list& tensors, const py::list& sources, const char* n
          std::to_string(tensors.size()));
 }
 
-bool send(P2PEdge& edge, P2PTicket& ticket, const py::list& sources, const py::list& targets,
+bool send(P2PChannel& channel, P2PEvent& event, const py::list& sources, const py::list& targets,
           const py::list& snapshots, uintptr_t stream, int threads) {
   check_count(targets, sources, "targets");
   if (!snapshots.empty()) check_count(snapshots, sources, "snapshots");
@@ -50,11 +50,11 @@ bool send(P2PEdge& edge, P2PTicket& ticket, const py::list& sources, const py::l
   std::vector<char*> addresses;
   copies.reserve(sources.size());
   for (size_t i = 0; i < sources.size(); ++i) {
-    TensorView source = view_on(sources[i], edge.source(), "sources");
-    TensorView target = view_on(targets[i], edge.target(), "targets");
+    TensorView source = view_on(sources[i], channel.source(), "sources");
+    TensorView target = view_on(targets[i], channel.target(), "targets");
     check_alike(target, source, "targets");
     if (!snapshots.empty()) {
-      const TensorView snapshot = view_on(snapshots[i], edge.source(), "snapshots");
+      const TensorView snapshot = view_on(snapshots[i], channel.source(), "snapshots");
       check_alike(snapshot, source, "snapshots");
       if (snapshot.strides != target.strides) {
         throw std::invalid_argument("snapshots must have their targets' strides");
@@ -65,7 +65,7 @@ bool send(P2PEdge& edge, P2PTicket& ticket, const py::list& sources, const py::l
                       std::move(source.strides), std::move(target.strides)});
   }
   const NoGil no_gil;
-  return edge.send(ticket, copies, addresses, address(stream), threads);
+  return channel.send(event, copies, addresses, address(stream), threads);
 }
 
 }  // namespace
@@ -73,36 +73,37 @@ bool send(P2PEdge& edge, P2PTicket& ticket, const py::list& sources, const py::l
 void bind_p2p_copy(py::module_& m) {
   using WithoutGil = py::call_guard<NoGil>;
 
-  py::class_<P2PTicket>(m, "P2PTicket")
+  py::class_<P2PEvent>(m, "P2PEvent")
       .def(py::init<>())
       .def(
           "wait",
-          [](const P2PTicket& ticket, int device, uintptr_t stream) {
-            return ticket.wait(device, address(stream));
+          [](const P2PEvent& event, int device, uintptr_t stream) {
+            return event.wait(device, address(stream));
           },
           WithoutGil())
-      .def("synchronize", &P2PTicket::synchronize, WithoutGil())
-      .def("is_done", &P2PTicket::is_done, WithoutGil());
+      .def("synchronize", &P2PEvent::synchronize, WithoutGil())
+      .def("is_done", &P2PEvent::is_done, WithoutGil());
 
   const auto handle = [](void* stream) { return reinterpret_cast<uintptr_t>(stream); };
-  py::class_<P2PEdge>(m, "P2PEdge")
+  py::class_<P2PChannel>(m, "P2PChannel")
       .def(py::init([](int source, int target, size_t slot_bytes) {
              const NoGil no_gil;  // Not a call_guard: pybind11 registers the object in the call.
-             return std::make_unique<P2PEdge>(source, target, slot_bytes);
+             return std::make_unique<P2PChannel>(source, target, slot_bytes);
            }),
            py::arg("source"), py::arg("target"), py::arg("slot_bytes"))
-      .def_property_readonly("leaving", [handle](const P2PEdge& e) { return handle(e.leaving()); })
+      .def_property_readonly("leaving",
+                             [handle](const P2PChannel& e) { return handle(e.leaving()); })
       .def_property_readonly("arriving",
-                             [handle](const P2PEdge& e) { return handle(e.arriving()); })
-      .def_property_readonly("has_peer_access", &P2PEdge::has_peer_access)
-      .def_property_readonly("has_broken_link", &P2PEdge::has_broken_link)
+                             [handle](const P2PChannel& e) { return handle(e.arriving()); })
+      .def_property_readonly("has_peer_access", &P2PChannel::has_peer_access)
+      .def_property_readonly("has_broken_link", &P2PChannel::has_broken_link)
       .def("send", &send)
       .def(
           "mark",
-          [](P2PEdge& edge, P2PTicket& ticket, const std::vector<uintptr_t>& streams) {
+          [](P2PChannel& channel, P2PEvent& event, const std::vector<uintptr_t>& streams) {
             std::vector<void*> handles;
             for (const uintptr_t stream : streams) handles.push_back(address(stream));
-            return edge.mark(ticket, handles);
+            return channel.mark(event, handles);
           },
           WithoutGil());
 }

@@ -1,5 +1,5 @@
-// Edges on the fake CUDA runtime, in random programs. Their memory is kept and given back as
-// pipekernels/device/edge.py does it. The fake checks at every access, by vector clocks, that it
+// Channels on the fake CUDA runtime, in random programs. Their memory is kept and given back as
+// pipekernels/device/channel.py does it. The fake checks at every access, by vector clocks, that it
 // comes after all that it must come after, whatever the order in which streams happen to run; and
 // the values are checked in the order in which they do run, with random delays.
 
@@ -39,16 +39,16 @@ using Memory = std::vector<std::shared_ptr<char>>;
 struct Received {
   std::vector<Patterned> tensors;
   Memory memory;
-  P2PTicket arrival;
+  P2PEvent pending;
   std::vector<void*> users;
   bool in_use = true;
 };
 
-// An edge, and who holds which memory until which event: see device/edge.py.
+// An channel, and who holds which memory until which event: see device/channel.py.
 class Owner {
  public:
   Owner(Blocks& blocks, int source, int target)
-      : edge(source, target, kSlotBytes), source(source), target(target), blocks_(blocks) {}
+      : channel(source, target, kSlotBytes), source(source), target(target), blocks_(blocks) {}
   ~Owner() { settle(); }
 
   // `memory`: of the tensors, empty if it is not to be kept.
@@ -60,7 +60,7 @@ class Owner {
     std::vector<TensorCopy> copies;
     std::vector<char*> snapshots;
     for (const Patterned& tensor : tensors) {
-      received->memory.push_back(blocks_.take(target, edge.arriving()));
+      received->memory.push_back(blocks_.take(target, channel.arriving()));
       if (snapshot) {
         memory.push_back(blocks_.take(source, origin));
         snapshots.push_back(memory.back().get());
@@ -72,9 +72,9 @@ class Owner {
       copies.push_back({tensor.memory, copy.memory, tensor.item_size, tensor.shape, tensor.strides,
                         copy.strides});
     }
-    const bool still_reads = edge.send(received->arrival, copies, snapshots, origin, 1);
+    const bool still_reads = channel.send(received->pending, copies, snapshots, origin, 1);
     if (source != kHost || still_reads) {
-      sources_.push_back({origin, received->arrival, std::move(memory)});
+      sources_.push_back({origin, received->pending, std::move(memory)});
     }
     lent_.push_back(received);
     return received;
@@ -92,16 +92,16 @@ class Owner {
     CHECK(sources_.empty() && unused_.empty());
   }
 
-  cudaStream_t leaving() const { return static_cast<cudaStream_t>(edge.leaving()); }
+  cudaStream_t leaving() const { return static_cast<cudaStream_t>(channel.leaving()); }
   size_t lent() const { return lent_.size(); }
 
-  P2PEdge edge;
+  P2PChannel channel;
   const int source, target;
 
  private:
   struct Sources {
     void* origin;
-    P2PTicket done;
+    P2PEvent done;
     Memory memory;
   };
 
@@ -124,13 +124,14 @@ class Owner {
 
   void take_back_buffers() {
     for (; !unused_.empty(); unused_.pop_front()) {
-      CHECK(unused_.front().first.wait(target, edge.arriving()));
+      CHECK(unused_.front().first.wait(target, channel.arriving()));
     }
     for (auto each = lent_.begin(); each != lent_.end();) {
       const auto received = *each;
-      P2PTicket used;
-      const bool free = !received->in_use && (target == kHost ? received->arrival.is_done()
-                                                              : edge.mark(used, received->users));
+      P2PEvent used;
+      const bool free =
+          !received->in_use &&
+          (target == kHost ? received->pending.is_done() : channel.mark(used, received->users));
       if (!free) {
         ++each;
         continue;
@@ -143,7 +144,7 @@ class Owner {
   Blocks& blocks_;
   std::deque<Sources> sources_;
   std::vector<std::shared_ptr<Received>> lent_;
-  std::deque<std::pair<P2PTicket, Memory>> unused_;
+  std::deque<std::pair<P2PEvent, Memory>> unused_;
 };
 
 cudaStream_t stream_on(int device) {
@@ -172,7 +173,7 @@ class Program {
     for (const auto& [source, target] : routes) {
       edges_.push_back(std::make_unique<Owner>(*blocks_, source, target));
       const bool faulty = device.peers && fake_cuda::fault.kind != Fault::kNone;
-      CHECK(edges_.back()->edge.has_broken_link() == (faulty && source == 0 && target == 1));
+      CHECK(edges_.back()->channel.has_broken_link() == (faulty && source == 0 && target == 1));
     }
   }
 
@@ -185,11 +186,11 @@ class Program {
       if (what == 9) edges_[draw(edges_.size())]->settle();
       CHECK(fake_cuda::current_device == 0);
     }
-    for (const auto& edge : edges_) edge->settle();
-    for (const auto& [edge, received] : received_) received->in_use = false;
-    for (const auto& edge : edges_) {
-      edge->settle();
-      CHECK(edge->lent() == 0);
+    for (const auto& channel : edges_) channel->settle();
+    for (const auto& [channel, received] : received_) received->in_use = false;
+    for (const auto& channel : edges_) {
+      channel->settle();
+      CHECK(channel->lent() == 0);
     }
     received_.clear();
     edges_.clear();
@@ -236,51 +237,52 @@ class Program {
   }
 
   void send() {
-    Owner& edge = *edges_[draw(edges_.size())];
-    const bool on_host = edge.source == kHost, pinned = draw(2) != 0;
-    void* const origin = on_host ? nullptr : streams_[edge.source][draw(2)];
-    const bool snapshot = !on_host && edge.target != kHost && draw(2) != 0;
+    Owner& channel = *edges_[draw(edges_.size())];
+    const bool on_host = channel.source == kHost, pinned = draw(2) != 0;
+    void* const origin = on_host ? nullptr : streams_[channel.source][draw(2)];
+    const bool snapshot = !on_host && channel.target != kHost && draw(2) != 0;
     std::vector<Patterned> tensors;
     Memory memory;
     for (size_t count = draw(9); count > 0; --count) {
       memory.push_back(on_host && !pinned
                            ? std::shared_ptr<char>(new char[kBlock], std::default_delete<char[]>())
-                           : blocks_->take(edge.source, origin));
+                           : blocks_->take(channel.source, origin));
       tensors.push_back(random_tensor(memory.back().get()));
-      on_host ? fill_on_host(tensors.back()) : fill_in(edge.source, origin, tensors.back());
+      on_host ? fill_on_host(tensors.back()) : fill_in(channel.source, origin, tensors.back());
     }
-    // Memory that the edge need not keep may be overwritten at once.
+    // Memory that the channel need not keep may be overwritten at once.
     const bool keeps = !snapshot && !(on_host && !pinned);
-    received_.push_back({&edge, edge.send(tensors, keeps ? memory : Memory(), origin, snapshot)});
+    received_.push_back(
+        {&channel, channel.send(tensors, keeps ? memory : Memory(), origin, snapshot)});
     if (keeps) return;
     for (Patterned tensor : tensors) {
       ++tensor.seed;
       if (on_host) {
         tensor.fill();
       } else {
-        fill_in(edge.source, origin, tensor);
+        fill_in(channel.source, origin, tensor);
       }
     }
   }
 
   void use() {
     if (received_.empty()) return;
-    const auto& [edge, received] = received_[draw(received_.size())];
+    const auto& [channel, received] = received_[draw(received_.size())];
     void* stream = nullptr;
-    if (edge->target == kHost) {
-      received->arrival.synchronize();
+    if (channel->target == kHost) {
+      received->pending.synchronize();
     } else {
-      stream = streams_[edge->target][draw(2)];
-      CHECK(received->arrival.wait(edge->target, stream));
+      stream = streams_[channel->target][draw(2)];
+      CHECK(received->pending.wait(channel->target, stream));
       // A receiver that used the copy in another stream, and writes to it, orders both.
-      for (void* other : received->users) follow(stream, other, edge->target);
+      for (void* other : received->users) follow(stream, other, channel->target);
       received->users.push_back(stream);
     }
     for (Patterned& tensor : received->tensors) {
-      edge->target == kHost ? check_on_host(tensor) : check_in(edge->target, stream, tensor);
+      channel->target == kHost ? check_on_host(tensor) : check_in(channel->target, stream, tensor);
       if (draw(3) != 0) continue;
       ++tensor.seed;
-      edge->target == kHost ? fill_on_host(tensor) : fill_in(edge->target, stream, tensor);
+      channel->target == kHost ? fill_on_host(tensor) : fill_in(channel->target, stream, tensor);
     }
   }
 
@@ -364,7 +366,7 @@ void test_captures() {
   Blocks blocks;
   const cudaStream_t here = stream_on(0), there = stream_on(1), other = stream_on(0);
   Owner owner(blocks, 0, 1);
-  CHECK(owner.edge.has_peer_access());
+  CHECK(owner.channel.has_peer_access());
   const auto memory = blocks.take(0, here);
   const Patterned tensor = contiguous(memory.get(), 100, 1);
   fill_in(0, here, tensor);
@@ -372,7 +374,7 @@ void test_captures() {
   here->begin_capture();
   const auto told = thrown([&] { owner.send({tensor}, {memory}, here, false); });
   CHECK(has(told, "the current stream of cuda:0 is being captured; copy before the capture"));
-  CHECK(!received->arrival.wait(0, here));
+  CHECK(!received->pending.wait(0, here));
   // The first source is kept meanwhile, as its stream cannot wait, and other streams may send.
   const auto more = blocks.take(0, other);
   const Patterned second = contiguous(more.get(), 9, 2);
@@ -380,7 +382,7 @@ void test_captures() {
   owner.send({second}, {more}, other, false)->in_use = false;
   CHECK(here->end_capture().empty());
   // A stream that used a buffer is captured: the buffer is not free yet.
-  CHECK(received->arrival.wait(1, there));
+  CHECK(received->pending.wait(1, there));
   received->users.push_back(there);
   check_in(1, there, received->tensors[0]);
   received->in_use = false;
@@ -401,17 +403,17 @@ void test_failures() {
       device.peers = peers;
       device.driver_version = 12000;  // No batches.
       Blocks blocks;
-      P2PEdge edge(0, 1, kSlotBytes);
+      P2PChannel channel(0, 1, kSlotBytes);
       const cudaStream_t here = stream_on(0);
-      const auto from = blocks.take(0, here), to = blocks.take(1, edge.arriving());
+      const auto from = blocks.take(0, here), to = blocks.take(1, channel.arriving());
       fill_in(0, here, contiguous(from.get(), 80, 3));
       const TensorCopy first{from.get(), to.get(), 4, {40}, {1}, {1}};
       const TensorCopy second{from.get() + 160, to.get() + 160, 4, {40}, {1}, {1}};
       device.copies_until_failure = copies;
-      P2PTicket ticket;
+      P2PEvent event;
       try {
-        edge.send(ticket, {first, second}, {}, here, 1);
-        ticket.synchronize();
+        channel.send(event, {first, second}, {}, here, 1);
+        event.synchronize();
         check_on_host(contiguous(to.get(), 80, 3));
       } catch (const std::runtime_error& error) {
         CHECK(has(error.what(), "cudaMemcpyAsync failed"));
@@ -427,9 +429,9 @@ void test_failures() {
 }
 
 void test_bad_arguments() {
-  CHECK(has(thrown([] { P2PEdge(0, 0, 96); }), "an edge needs two devices"));
-  CHECK(has(thrown([] { P2PEdge(kHost, kHost, 96); }), "got -1, -1 and 96"));
-  CHECK(has(thrown([] { P2PEdge(0, 1, 20); }), "slots of a multiple of 16 bytes"));
+  CHECK(has(thrown([] { P2PChannel(0, 0, 96); }), "a channel needs two devices"));
+  CHECK(has(thrown([] { P2PChannel(kHost, kHost, 96); }), "got -1, -1 and 96"));
+  CHECK(has(thrown([] { P2PChannel(0, 1, 20); }), "slots of a multiple of 16 bytes"));
   char memory[64] = {};
   const auto plan = [&](TensorCopy tensor) { return thrown([&] { plan_hand_over({tensor}); }); };
   CHECK(has(plan({memory, memory, 4, {2}, {1, 1}, {1}}), "its source has 2 and its target 1"));
@@ -438,20 +440,20 @@ void test_bad_arguments() {
   CHECK(has(plan({memory, memory, 32, {2}, {1}, {1}}), "must be 1 to 16"));
   CHECK(
       has(plan({memory, memory, 4, {1LL << 40, 1LL << 40}, {0, 1}, {1LL << 40, 1}}), "too large"));
-  P2PEdge edge(0, 1, 96);
-  P2PTicket ticket;
-  CHECK(has(thrown([&] { edge.send(ticket, {}, {memory}, nullptr, 1); }), "a snapshot on the"));
+  P2PChannel channel(0, 1, 96);
+  P2PEvent event;
+  CHECK(has(thrown([&] { channel.send(event, {}, {memory}, nullptr, 1); }), "a snapshot on the"));
 }
 
-// Several threads send through one edge and let go of each other's tickets.
+// Several threads send through one channel and let go of each other's events.
 void test_threads() {
   auto& device = fake_cuda::device();
   Blocks blocks;
-  P2PEdge edge(kHost, 1, kSlotBytes);
+  P2PChannel channel(kHost, 1, kSlotBytes);
   std::mutex mutex;
-  std::vector<P2PTicket> tickets;
+  std::vector<P2PEvent> events;
   std::vector<std::shared_ptr<char>> targets;
-  for (int i = 0; i < 3; ++i) targets.push_back(blocks.take(1, edge.arriving()));
+  for (int i = 0; i < 3; ++i) targets.push_back(blocks.take(1, channel.arriving()));
   std::vector<std::thread> threads;
   for (int i = 0; i < 3; ++i) {
     threads.emplace_back([&, i] {
@@ -459,19 +461,19 @@ void test_threads() {
       for (int round = 0; round < 30; ++round) {
         Patterned tensor = contiguous(source, 100, static_cast<unsigned>(3 * round + i));
         tensor.fill();
-        P2PTicket ticket;
-        edge.send(ticket, {{source, targets[i].get(), 4, {100}, {1}, {1}}}, {}, nullptr, 1);
-        ticket.synchronize();
+        P2PEvent event;
+        channel.send(event, {{source, targets[i].get(), 4, {100}, {1}, {1}}}, {}, nullptr, 1);
+        event.synchronize();
         tensor.memory = targets[i].get();
         tensor.check();
         const std::lock_guard<std::mutex> hold(mutex);
-        if (tickets.size() > 4) tickets.clear();
-        tickets.push_back(ticket);
+        if (events.size() > 4) events.clear();
+        events.push_back(event);
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
-  tickets.clear();
+  events.clear();
   CHECK(device.events.size() < 30);  // They are used again.
 }
 

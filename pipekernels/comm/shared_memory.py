@@ -1,4 +1,4 @@
-"""A rank's backend for CPU tensors, over shared memory, and what it shares with that of a device."""
+"""A rank's backend for CPU tensors, over shared memory, and what those of devices share."""
 
 from __future__ import annotations
 

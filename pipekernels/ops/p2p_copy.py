@@ -1,4 +1,4 @@
-"""Differentiable copies of tensors to another device, on the streams of the edge between both."""
+"""Differentiable copies of tensors to another device, on the streams of their channel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipekernels._torch_private import below_autograd
 from pipekernels.device import streams
-from pipekernels.device.edge import edge
+from pipekernels.device.channel import channel
 from pipekernels.ops.dispatch import has_derivatives
 
 
@@ -68,9 +68,9 @@ def _copy(tensors: list[Tensor], device: torch.device, backward: bool) -> list[T
     copies: dict[int, Tensor] = {}
     for source in dict.fromkeys(tensor.device for tensor in tensors):
         group = [i for i, tensor in enumerate(tensors) if tensor.device == source]
-        way = edge(source, device, backward=backward)
-        sent, arrival = way.send([tensors[i] for i in group], snapshot=True)
-        arrival.wait()
+        way = channel(source, device, backward=backward)
+        sent, pending = way.send([tensors[i] for i in group], snapshot=True)
+        pending.wait()
         if backward and source.type == "cpu":
             way.settle()  # A gradient may become that of a parameter, which others overwrite.
         copies.update(zip(group, sent, strict=True))

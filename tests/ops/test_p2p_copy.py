@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.cuda.recorded_streams import machine
 
-from pipekernels.device import edge
+from pipekernels.device import channel
 from pipekernels.ops import p2p_copy
 
 FLOATS = [torch.float64, torch.bfloat16, torch.float8_e4m3fn]
@@ -63,8 +63,8 @@ def test_any_strides(gpu: torch.device, name: str) -> None:
 
 
 def test_large_tensors_are_copied_through_the_slots_in_pieces(gpu: torch.device) -> None:
-    x = torch.arange(edge.SLOT_BYTES // 8 * 5 + 3)
-    y = torch.arange(edge.SLOT_BYTES + 1).to(torch.uint8)
+    x = torch.arange(channel.SLOT_BYTES // 8 * 5 + 3)
+    y = torch.arange(channel.SLOT_BYTES + 1).to(torch.uint8)
     there = p2p_copy([x, y, x], gpu)
     x_there, y_there, again = p2p_copy(there, "cpu")
     assert torch.equal(x_there, x) and torch.equal(y_there, y) and torch.equal(again, x)

@@ -68,7 +68,7 @@ std::shared_ptr<uint64_t> allocate_pages(int device, size_t pages) {
 // Whether a page that is copied from `device` to `peer` and back, and words that the copy kernel
 // writes to `peer`, arrive as they were. Behind an IOMMU, PCI access control or a patched driver
 // they may get lost or change, although the driver has enabled the access. The streams are those of
-// the edge.
+// the channel.
 bool arrives(int device, int peer, cudaStream_t leaving, cudaStream_t arriving) {
   const auto here = allocate_pages(device, 2), there = allocate_pages(peer, 2);
   void* memory = nullptr;
@@ -157,20 +157,20 @@ bool is_pinned(const void* memory) {
 
 }  // namespace
 
-bool P2PTicket::wait(int device, void* stream) const {
+bool P2PEvent::wait(int device, void* stream) const {
   const DeviceGuard guard(device);
   if (is_capturing(stream)) return false;
   for (const auto& event : events_) wait_for(stream_of(stream), event);
   return true;
 }
 
-void P2PTicket::synchronize() const {
+void P2PEvent::synchronize() const {
   for (const auto& event : events_) {
     check_cuda(cudaEventSynchronize(EventPool::event_of(event)), "cudaEventSynchronize");
   }
 }
 
-bool P2PTicket::is_done() const {
+bool P2PEvent::is_done() const {
   const IndependentOfCaptures guard;
   for (const auto& event : events_) {
     const cudaError_t status = cudaEventQuery(EventPool::event_of(event));
@@ -183,14 +183,14 @@ bool P2PTicket::is_done() const {
   return true;
 }
 
-class P2PEdge::State {
+class P2PChannel::State {
  public:
   State(int source, int target, size_t slot_bytes)
       : source_(source), target_(target), slot_bytes_(slot_bytes) {
     if (std::max(source, target) < 0 || source == target || slot_bytes < kAlignment ||
         slot_bytes % kAlignment != 0) {
       throw std::invalid_argument(
-          "an edge needs two devices, one of them a CUDA device, and slots of a multiple of " +
+          "a channel needs two devices, one of them a CUDA device, and slots of a multiple of " +
           std::to_string(kAlignment) + " bytes, got " + std::to_string(source) + ", " +
           std::to_string(target) + " and " + std::to_string(slot_bytes));
     }
@@ -397,32 +397,32 @@ class P2PEdge::State {
   int turn_ = 0;  // The slot that is filled next.
 };
 
-P2PEdge::P2PEdge(int source, int target, size_t slot_bytes)
+P2PChannel::P2PChannel(int source, int target, size_t slot_bytes)
     : state_(std::make_unique<State>(source, target, slot_bytes)) {}
-P2PEdge::~P2PEdge() = default;
+P2PChannel::~P2PChannel() = default;
 
-int P2PEdge::source() const { return state_->source(); }
-int P2PEdge::target() const { return state_->target(); }
-void* P2PEdge::leaving() const { return state_->leaving(); }
-void* P2PEdge::arriving() const { return state_->arriving(); }
-bool P2PEdge::has_peer_access() const { return state_->has_peer_access(); }
-bool P2PEdge::has_broken_link() const { return state_->has_broken_link(); }
+int P2PChannel::source() const { return state_->source(); }
+int P2PChannel::target() const { return state_->target(); }
+void* P2PChannel::leaving() const { return state_->leaving(); }
+void* P2PChannel::arriving() const { return state_->arriving(); }
+bool P2PChannel::has_peer_access() const { return state_->has_peer_access(); }
+bool P2PChannel::has_broken_link() const { return state_->has_broken_link(); }
 
-bool P2PEdge::send(P2PTicket& ticket, const std::vector<TensorCopy>& tensors,
-                   const std::vector<char*>& snapshots, void* stream, int threads) {
+bool P2PChannel::send(P2PEvent& event, const std::vector<TensorCopy>& tensors,
+                      const std::vector<char*>& snapshots, void* stream, int threads) {
   auto [done, still_reads] = state_->send(tensors, snapshots, stream_of(stream), threads);
-  ticket.events_ = {std::move(done)};
+  event.events_ = {std::move(done)};
   return still_reads;
 }
 
-bool P2PEdge::mark(P2PTicket& ticket, const std::vector<void*>& streams) {
+bool P2PChannel::mark(P2PEvent& event, const std::vector<void*>& streams) {
   const DeviceGuard guard(state_->target());
   for (void* stream : streams) {
     if (is_capturing(stream)) return false;
   }
   std::vector<std::shared_ptr<void>> events;
   for (void* stream : streams) events.push_back(state_->of_target().record(stream_of(stream)));
-  ticket.events_ = std::move(events);
+  event.events_ = std::move(events);
   return true;
 }
 

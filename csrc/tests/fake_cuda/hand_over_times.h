@@ -1,5 +1,5 @@
-// Host time and calls of the CUDA runtime per hand-over, on the fake runtime: those of an edge, and
-// those that edges issued when they drove torch's streams from Python. What Python and torch
+// Host time and calls of the CUDA runtime per hand-over, on the fake runtime: those of a channel,
+// and those that channels issued when they drove torch's streams from Python. What Python and torch
 // themselves took is not in it, nor is what a driver takes: the figures compare how much is asked
 // of the runtime.
 #pragma once
@@ -57,23 +57,24 @@ class ByTorch {
   cudaEvent_t done_ = nullptr, used_ = nullptr;
 };
 
-// The same by an edge, with what device/edge.py asks of it.
-class ByEdge {
+// The same by a channel, with what device/channel.py asks of it.
+class ByChannel {
  public:
-  ByEdge(cudaStream_t origin, cudaStream_t user) : edge_(0, 1, 96), origin_(origin), user_(user) {}
+  ByChannel(cudaStream_t origin, cudaStream_t user)
+      : channel_(0, 1, 96), origin_(origin), user_(user) {}
 
   void operator()(const std::vector<TensorCopy>& tensors) {
     CHECK(done_.wait(0, origin_));
-    CHECK(used_.wait(1, edge_.arriving()));
-    CHECK(edge_.mark(used_, {user_}));
-    edge_.send(done_, tensors, {}, origin_, 1);
+    CHECK(used_.wait(1, channel_.arriving()));
+    CHECK(channel_.mark(used_, {user_}));
+    channel_.send(done_, tensors, {}, origin_, 1);
     CHECK(done_.wait(1, user_));
   }
 
  private:
-  P2PEdge edge_;
+  P2PChannel channel_;
   const cudaStream_t origin_, user_;
-  P2PTicket done_, used_;
+  P2PEvent done_, used_;
 };
 
 struct Cost {
@@ -97,29 +98,29 @@ Cost cost_of(HandOver& hand_over, const std::vector<TensorCopy>& tensors) {
   return {times[kRounds / 2], (fake_cuda::device().calls - before + kRounds / 2) / kRounds};
 }
 
-// However many tensors there are, an edge calls the runtime as often as for one.
+// However many tensors there are, a channel calls the runtime as often as for one.
 inline void check_calls(cudaStream_t (*stream_on)(int device)) {
   Blocks blocks;
-  ByEdge edge(stream_on(0), stream_on(1));
+  ByChannel channel(stream_on(0), stream_on(1));
   const auto from = blocks.take(0, nullptr), to = blocks.take(1, nullptr);
   std::vector<TensorCopy> tensors;
   while (tensors.size() < 8) {
     const size_t offset = 64 * tensors.size();
     tensors.push_back({from.get() + offset, to.get() + offset, 4, {9}, {1}, {1}});
   }
-  const long eight = cost_of(edge, tensors).calls;
+  const long eight = cost_of(channel, tensors).calls;
   tensors.resize(1);
-  CHECK(cost_of(edge, tensors).calls == eight);
+  CHECK(cost_of(channel, tensors).calls == eight);
 }
 
 // Prints a line for one tensor and for eight.
 inline void print_hand_over_times(cudaStream_t (*stream_on)(int device)) {
   fake_cuda::device().checks = false;
-  std::printf("%8s %24s %24s\n", "tensors", "driven by torch", "by the edge");
+  std::printf("%8s %24s %24s\n", "tensors", "driven by torch", "by the channel");
   for (const size_t count : {1, 8}) {
     Blocks blocks;
     const cudaStream_t origin = stream_on(0), user = stream_on(1);
-    ByEdge edge(origin, user);
+    ByChannel channel(origin, user);
     ByTorch torch(stream_on(0), stream_on(1), origin, user);
     std::vector<std::shared_ptr<char>> memory;
     std::vector<TensorCopy> tensors;
@@ -127,7 +128,7 @@ inline void print_hand_over_times(cudaStream_t (*stream_on)(int device)) {
       for (const int device : {0, 1}) memory.push_back(blocks.take(device, device ? user : origin));
       tensors.push_back({memory[2 * i].get(), memory[2 * i + 1].get(), 4, {1000}, {1}, {1}});
     }
-    Cost costs[2] = {cost_of(torch, tensors), cost_of(edge, tensors)};
+    Cost costs[2] = {cost_of(torch, tensors), cost_of(channel, tensors)};
     std::printf("%8zu", count);
     for (const Cost& cost : costs)
       std::printf(" %9.1f us, %3ld calls", cost.microseconds, cost.calls);

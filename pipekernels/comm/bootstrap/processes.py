@@ -56,9 +56,7 @@ class JoinedRank(NamedTuple):
     host_map: HostMap
     segment: Any  # The memory that the ranks of this host share.
     pidfds: list[int]  # For every rank of this host, -1 for this one.
-    link: (
-        Link | None
-    )  # To one rank of every other host, :mod:`pipekernels.comm.multi_host.cpu`.
+    link: Link | None  # To one rank of every other host, :mod:`pipekernels.comm.multi_host.cpu`.
 
 
 def join_processes(

@@ -22,7 +22,7 @@ from pipekernels.pipeline.engine.parameters import Parameters, versions
 from pipekernels.pipeline.engine.random import preserved
 from pipekernels.pipeline.engine.split_backward import WeightBackward
 from pipekernels.pipeline.engine.stages import Stages
-from pipekernels.pipeline.engine.task import Tape, Task, Values, buffers_now
+from pipekernels.pipeline.engine.task import SavedGraph, Task, Values, buffers_now
 from pipekernels.pipeline.engine.transport import SkipTable, Transport
 from pipekernels.pipeline.microbatch import (
     Activation,
@@ -84,7 +84,9 @@ class Step:
         # Versions of the parameters after the forward, if backwards recompute.
         self._parameter_versions: list[list[int]] = []
         self._buffer_values: Values = {}
-        self._tapes: list[list[Tape | None]] = [[None] * len(inputs.sizes) for _ in self._tasks]
+        self._graphs: list[list[SavedGraph | None]] = [
+            [None] * len(inputs.sizes) for _ in self._tasks
+        ]
         self._skips = (
             SkipTable(stages.skips, stages.devices) if stages.skips.receiver else _NO_SKIPS
         )
@@ -95,7 +97,7 @@ class Step:
         self._input_grads: list[Grads] = []
         self._released = False
         self._device = stages.devices[0]  # The current one, with its stream (Transport.phase).
-        # The last attribute, so that it is destroyed after the tapes: its end releases the
+        # The last attribute, so that it is destroyed after the graphs: its end releases the
         # buffers that they received.
         self._transport = Transport(stages.with_streams)
 
@@ -268,7 +270,7 @@ class Step:
         self._input_grads = [()] * len(self.inputs.sizes)
         try:
             yield results
-            if self._transport.arrivals:
+            if self._transport.pending:
                 for m in range(len(self.inputs.sizes)):
                     self._transport.receive((-1, m, True))
             results.append(self.inputs.joined(self._input_grads))
@@ -283,7 +285,7 @@ class Step:
 
     def _forward(self, action: Action, inputs: Activation | None) -> Any:
         """Run a stage on the previous stage's outputs, None for the first; returns its own, which
-        the sink receives from the last one. Leaves its tape."""
+        the sink receives from the last one. Leaves its graph."""
         _, stage, m = action
         task, dropped = self._tasks[stage], m < self._dropped
         if task.device != self._device:
@@ -293,23 +295,23 @@ class Step:
             inputs = self._send(self.inputs.take(m), stage, m)
         if task.received_skips:
             inputs = inputs.with_skips(self._skips.take(task.received_skips, m))
-        if (stage, m, False) in self._transport.arrivals:
+        if (stage, m, False) in self._transport.pending:
             self._transport.receive((stage, m, False))
         before = versions(inputs.tensors) if dropped else []
         buffers = buffers_now(task.layers, self._buffer_values) if dropped else []
         try:
             with during(checkpointing) if dropped else _NOTHING:
-                outputs, tape = task.forward(
+                outputs, graph = task.forward(
                     inputs, self.seeds, m, parameters=self.parameters, preserve=dropped
                 )
         except Exception as error:
             note_layer(error, task.stages, m, "forward")
             raise
         if dropped:
-            tape.keep_only(inputs, before)
-            tape.buffers = buffers
+            graph.keep_only(inputs, before)
+            graph.buffers = buffers
         if any(outputs.wants_grad):
-            self._tapes[stage][m] = tape
+            self._graphs[stage][m] = graph
         if outputs.skips:
             outputs, sent = outputs.without_skips()
             self._skips.leave(sent, m, self._transport)
@@ -331,39 +333,39 @@ class Step:
             if second_part is not None:
                 self._autograd(task, m, partial(second_part, self._keep_graph))
             return ()
-        if (stage, m, True) in self._transport.arrivals:
+        if (stage, m, True) in self._transport.pending:
             self._transport.receive((stage, m, True))
         if grads is None:
             with self._waiting, self.seeds.in_backward():
                 grads = self._sink.grads(m)
-        tape = self._tapes[stage][m]
+        graph = self._graphs[stage][m]
         if not self._keep_graph:
-            self._tapes[stage][m] = None
-        if tape is None:
+            self._graphs[stage][m] = None
+        if graph is None:
             return ()
-        if tape.sent:
-            grads = grads or (None,) * tape.outputs
-            grads = (*grads, *self._skips.take_grads(tape.sent, m))
+        if graph.sent:
+            grads = grads or (None,) * graph.outputs
+            grads = (*grads, *self._skips.take_grads(graph.sent, m))
         if all(grad is None for grad in grads):
             return ()
-        if tape.inputs is not None:
-            tape = self._recompute(tape, tape.inputs, stage, m)
+        if graph.inputs is not None:
+            graph = self._recompute(graph, graph.inputs, stage, m)
         # Not in two parts if tensors have hooks: each part would call them.
         if kind == "I" and not self.stages.observed.tensor_hooks:
-            compute = partial(task.backward_of_inputs, tape, grads, keep_graph=self._keep_graph)
+            compute = partial(task.backward_of_inputs, graph, grads, keep_graph=self._keep_graph)
             result, second_part = self._autograd(task, m, compute)
             if second_part is not None:
                 self._second_parts[stage, m] = second_part
         else:
-            whole = partial(task.backward, [tape], [grads], keep_graph=self._keep_graph)
+            whole = partial(task.backward, [graph], [grads], keep_graph=self._keep_graph)
             (result,) = self._autograd(task, m, whole)
-        if tape.received:
-            n = len(result) - len(tape.received)
-            skips = dict(zip(tape.received, result[n:], strict=True))
+        if graph.received:
+            n = len(result) - len(graph.received)
+            skips = dict(zip(graph.received, result[n:], strict=True))
             self._skips.leave_grads(skips, m, self._transport)
             result = result[:n]
-        if tape.sources:
-            result = self._transport.send(result, tape.sources, (stage - 1, m, True))
+        if graph.sources:
+            result = self._transport.send(result, graph.sources, (stage - 1, m, True))
         if stage == 0:
             self._input_grads[m] = result
         return result
@@ -371,15 +373,15 @@ class Step:
     def _backward_at_once(self, action: Action, _: Any) -> None:
         """Enter autograd once for all microbatches: possible on one thread with nothing to
         recompute. Autograd takes the latest forward first, as the program does."""
-        tapes = {m: tape for m, tape in enumerate(self._tapes[0]) if tape is not None}
+        graphs = {m: graph for m, graph in enumerate(self._graphs[0]) if graph is not None}
         if not self._keep_graph:
-            self._tapes[0] = []
-        (task,), grads = self._tasks, [self._sink.grads(m) for m in tapes]
-        compute = partial(task.backward, [*tapes.values()], grads, keep_graph=self._keep_graph)
+            self._graphs[0] = []
+        (task,), grads = self._tasks, [self._sink.grads(m) for m in graphs]
+        compute = partial(task.backward, [*graphs.values()], grads, keep_graph=self._keep_graph)
         results = self._autograd(task, None, compute)
-        for (m, tape), result in zip(tapes.items(), results, strict=True):
-            if tape.sources:
-                result = self._transport.send(result, tape.sources, (-1, m, True))
+        for (m, graph), result in zip(graphs.items(), results, strict=True):
+            if graph.sources:
+                result = self._transport.send(result, graph.sources, (-1, m, True))
             self._input_grads[m] = result
 
     def _autograd(self, task: Task, m: int | None, compute: Callable[[], T]) -> T:
@@ -391,9 +393,9 @@ class Step:
             note_backward(error, task.stages, m)
             raise
 
-    def _recompute(self, tape: Tape, inputs: Activation, stage: int, m: int) -> Tape:
-        """The tape of a second forward on the ``inputs`` of ``tape``."""
-        if versions(inputs.tensors) != tape.versions:
+    def _recompute(self, graph: SavedGraph, inputs: Activation, stage: int, m: int) -> SavedGraph:
+        """The graph of a second forward on the ``inputs`` of ``graph``."""
+        if versions(inputs.tensors) != graph.versions:
             raise RuntimeError(
                 f"an input of stage {stage} was modified in place after the stage was given it, "
                 "and checkpointing needs it to recompute the stage; modify a copy, or use "
@@ -405,7 +407,7 @@ class Step:
         try:
             shown = in_profile("recomputation stage %d, microbatch %d", stage, m)
             with context.applied(), shown:
-                return task.recompute(tape, self.seeds, m, self.parameters)
+                return task.recompute(graph, self.seeds, m, self.parameters)
         except Exception as error:
             note_layer(error, task.stages, m, "recomputation")
             raise

@@ -81,7 +81,7 @@ Root = GradientEdge | torch.Tensor
 
 
 @dataclass(slots=True)
-class Tape:
+class SavedGraph:
     """What a forward keeps for its backward.
 
     ``roots`` are graph edges, not tensors, so that an output's memory can be freed before the
@@ -154,7 +154,7 @@ def _may_modify_inputs(layer: nn.Module) -> bool:
 
 
 class Task:
-    """Runs consecutive stages of one device as one graph per microbatch, whose state is in a Tape.
+    """Runs consecutive stages of one device as one :class:`SavedGraph` per microbatch.
 
     Args:
         stages: the stages' layers.
@@ -208,7 +208,7 @@ class Task:
         parameters: Parameters | None = None,
         preserve: bool = False,
         alone: bool = False,
-    ) -> tuple[Activation, Tape]:
+    ) -> tuple[Activation, SavedGraph]:
         """Run the layers on microbatch ``m``; returns their outputs, and what a backward needs.
 
         Args:
@@ -252,9 +252,9 @@ class Task:
         sent = tuple([key for key in self.sent_skips if skips[key] is not None])
         outputs = (*outputs, *[skips[key] for key in sent])
         if alone:
-            return Activation(outputs, (), structure), Tape()
+            return Activation(outputs, (), structure), SavedGraph()
         roots = [_root(tensor) for tensor in outputs] if grad else [None] * len(outputs)
-        tape = Tape(
+        graph = SavedGraph(
             leaves,
             found,
             roots,
@@ -265,62 +265,64 @@ class Task:
         )
         wants_grad = tuple([root is not None for root in roots])
         detached = tuple([tensor.detach() for tensor in outputs]) if grad else outputs
-        return Activation(detached, wants_grad, structure, sent), tape
+        return Activation(detached, wants_grad, structure, sent), graph
 
-    def recompute(self, tape: Tape, seeds: Seeds, m: int, parameters: Parameters) -> Tape:
-        """Run the layers a second time on the tape's inputs, now with a graph. Buffers and inputs
+    def recompute(
+        self, graph: SavedGraph, seeds: Seeds, m: int, parameters: Parameters
+    ) -> SavedGraph:
+        """Run the layers a second time on the graph's inputs, now with a graph. Buffers and inputs
         keep their values: the previous stage's inputs may share memory with these, and another
         recomputation may follow. RuntimeError if the graph is not that of the forward."""
-        assert tape.inputs is not None
-        with during(recomputing), buffers_of_forward(self.layers, tape.buffers):
-            inputs = tape.inputs
+        assert graph.inputs is not None
+        with during(recomputing), buffers_of_forward(self.layers, graph.buffers):
+            inputs = graph.inputs
             _, recomputed = self.forward(inputs, seeds, m, parameters=parameters, preserve=True)
         again = recomputed.kinds()
-        if again != tape.nodes:
+        if again != graph.nodes:
             raise RuntimeError(
                 f"the recomputation of {name_of(self.stages)} made a graph of {len(again)} nodes "
-                f"that differs from that of its forward, of {len(tape.nodes)}: a layer "
+                f"that differs from that of its forward, of {len(graph.nodes)}: a layer "
                 "chooses what it computes by something that changes between the two; choose by "
                 "the inputs or by numbers of torch's default generators, or use checkpoint='never'"
             )
         return recomputed
 
     def backward(
-        self, tapes: Sequence[Tape], grads: Sequence[Grads], *, keep_graph: bool
+        self, graphs: Sequence[SavedGraph], grads: Sequence[Grads], *, keep_graph: bool
     ) -> list[Grads]:
-        """Accumulate into the parameters' aliases; returns the gradients of each tape's inputs,
+        """Accumulate into the parameters' aliases; returns the gradients of each graph's inputs,
         given those of its outputs. Autograd takes the latest forward first."""
         rooted = []
-        for tape, of in zip(tapes, grads, strict=True):
-            tape.grads[:] = [None] * len(tape.leaves)
-            pairs = zip(tape.roots, of, strict=True)
+        for graph, of in zip(graphs, grads, strict=True):
+            graph.grads[:] = [None] * len(graph.leaves)
+            pairs = zip(graph.roots, of, strict=True)
             rooted += [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
         try:
             if rooted:
                 run_backward(*zip(*rooted, strict=True), keep_graph=keep_graph)
         finally:  # Another backward may use the graphs of one that failed.
-            results = [tuple(tape.grads) for tape in tapes]
-            for tape in tapes:
-                tape.grads.clear()
+            results = [tuple(graph.grads) for graph in graphs]
+            for graph in graphs:
+                graph.grads.clear()
         return results
 
     def backward_of_inputs(
-        self, tape: Tape, grads: Grads, *, keep_graph: bool
+        self, graph: SavedGraph, grads: Grads, *, keep_graph: bool
     ) -> tuple[Grads, WeightBackward | None]:
         """Run the backward's first part; returns the gradients of the inputs and the second part,
         which accumulates into the parameters' aliases. It is None if the whole backward was run."""
-        leaves = [leaf for leaf in tape.leaves if leaf is not None]
-        pairs = zip(tape.roots, grads, strict=True)
+        leaves = [leaf for leaf in graph.leaves if leaf is not None]
+        pairs = zip(graph.roots, grads, strict=True)
         rooted = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
         if leaves and rooted and all(isinstance(root, GradientEdge) for root, _ in rooted):
-            tape.grads[:] = [None] * len(tape.leaves)
+            graph.grads[:] = [None] * len(graph.leaves)
             roots, root_grads = zip(*rooted, strict=True)
             second_part = backward_of_inputs(roots, root_grads, leaves)
             if second_part is not None:
-                result = tuple(tape.grads)
-                tape.grads.clear()
+                result = tuple(graph.grads)
+                graph.grads.clear()
                 return result, second_part
-        return self.backward([tape], [grads], keep_graph=keep_graph)[0], None
+        return self.backward([graph], [grads], keep_graph=keep_graph)[0], None
 
 
 def _spread(stage: nn.Sequential, value: Arguments) -> Any:

@@ -4,7 +4,7 @@ passes skips from stage to stage, and their gradients back.
 A stage computes on the stream that was its device's current one in the forward, so a device runs
 its stages in the order of issue, and the caller needs no synchronisation before or after. The run
 keeps these streams, because its backward may be called from another thread, of autograd or of the
-user, with other current streams. Copies have their own streams (``device/edge.py``): a copy is
+user, with other current streams. Copies have their own streams (``device/channel.py``): a copy is
 issued right after the stage that made its source, and the receiving stage waits for it before it
 runs.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipekernels._torch_private import is_profiler_enabled
 from pipekernels.device import streams
-from pipekernels.device.edge import Arrival, Edge, edge, settle_all
+from pipekernels.device.channel import Channel, PendingCopy, channel, settle_all
 from pipekernels.device.profiling import in_profile
 from pipekernels.device.streams import Stream
 from pipekernels.pipeline.skip import Key, SkipRoutes
@@ -41,8 +41,8 @@ class Transport:
             device: streams.current(device) for device in devices
         }
         # Copies that their receivers have not waited for yet.
-        self.arrivals: dict[Receiver, list[Arrival]] = {}
-        self._edges: dict[tuple[torch.device, torch.device, bool], Edge] = {}
+        self.pending: dict[Receiver, list[PendingCopy]] = {}
+        self._channels: dict[tuple[torch.device, torch.device, bool], Channel] = {}
         # If no backward is run, the graph keeps received buffers until it is freed: settle then.
         if devices:
             weakref.finalize(self, settle_all).atexit = False
@@ -66,7 +66,7 @@ class Transport:
             yield
         finally:
             self._settle()
-            self.arrivals.clear()
+            self.pending.clear()
             streams.make_current(callers)
             for device, stream in self._streams.items():
                 _follow(streams.current(device), stream)
@@ -90,26 +90,26 @@ class Transport:
                 routes.setdefault((tensor.device, target), []).append(i)
         for route, indices in routes.items():
             key = (*route, receiver[2])
-            used = self._edges.get(key) or self._edges.setdefault(key, edge(*key))
+            used = self._channels.get(key) or self._channels.setdefault(key, channel(*key))
             profiled = is_profiler_enabled()
             with in_profile("copy from %s to %s", *route) if profiled else _NOTHING:
-                copies, arrival = used.send([tensors[i] for i in indices])  # type: ignore[misc]
-            self.arrivals.setdefault(receiver, []).append(arrival)
+                copies, pending = used.send([tensors[i] for i in indices])  # type: ignore[misc]
+            self.pending.setdefault(receiver, []).append(pending)
             for i, copy in zip(indices, copies, strict=True):
                 result[i] = copy
         return tuple(result)
 
     def receive(self, receiver: Receiver) -> None:
         """Make ``receiver`` wait for all copies sent to it; it must call this before it reads."""
-        for arrival in self.arrivals.pop(receiver, ()):
-            arrival.wait()
+        for pending in self.pending.pop(receiver, ()):
+            pending.wait()
         if not self._streams:
             self._settle()
 
     def _settle(self) -> None:
-        for used in self._edges.values():
+        for used in self._channels.values():
             used.settle()
-        self._edges.clear()
+        self._channels.clear()
 
 
 def _follow(later: Stream, earlier: Stream) -> None:

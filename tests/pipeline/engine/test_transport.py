@@ -20,7 +20,7 @@ from support.skip_layers import Pop, Stash
 from torch import nn
 
 from pipekernels import NoChunk, Pipe, move_to_device, parallelize_pipeline
-from pipekernels.device import edge, streams
+from pipekernels.device import channel, streams
 from pipekernels.ops import p2p_copy
 from pipekernels.pipeline.context import MODES
 from pipekernels.pipeline.schedule import SCHEDULES
@@ -207,10 +207,22 @@ def forget_sources(of: Any, reclaim: Any) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
-        (edge.Arrival, "wait", lambda self: self.users.append(streams.current(self._device))),
-        (edge.Arrival, "wait", lambda self: wait_for(self._done, streams.current(self._device))),
-        (edge, "storage_references", lambda _: next(FEWER)),  # All are unused.
-        (edge.Edge, "_reclaim", lambda self, done=edge.Edge._reclaim: forget_sources(self, done)),
+        (
+            channel.PendingCopy,
+            "wait",
+            lambda self: self.users.append(streams.current(self._device)),
+        ),
+        (
+            channel.PendingCopy,
+            "wait",
+            lambda self: wait_for(self._done, streams.current(self._device)),
+        ),
+        (channel, "storage_references", lambda _: next(FEWER)),  # All are unused.
+        (
+            channel.Channel,
+            "_reclaim",
+            lambda self, done=channel.Channel._reclaim: forget_sources(self, done),
+        ),
     ],
     ids=["arrivals", "users", "buffers", "sources"],
 )
@@ -314,19 +326,19 @@ def test_outputs_of_one_pipe_in_one_loss_and_a_second_backward() -> None:
     assert_same_gradients(piped, plain)
 
 
-def test_edges_keep_no_tensors_of_a_dropped_pipe() -> None:
+def test_channels_keep_no_tensors_of_a_dropped_pipe() -> None:
     with machine() as made:
         module, balance = model(2)
         pipe = Pipe(module, balance, devices=[GPU, OTHER], chunks=3, checkpoint="never")
         made.placing = False
         output = pipe(p2p_copy(torch.randn(9, WIDTH, dtype=torch.float64), GPU))
-        edges = list(edge._edges.values())
-        assert any(each._received for each in edges)
+        channels = list(channel._channels.values())
+        assert any(each._received for each in channels)
         engine = weakref.ref(pipe._engine)
         del pipe, output
         assert engine() is None
-        assert not any(each._received or each._unused or each._sources for each in edges)
-        assert not any(each._pending_host_copies for each in edges)
+        assert not any(each._received or each._unused or each._sources for each in channels)
+        assert not any(each._pending_host_copies for each in channels)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -388,7 +400,7 @@ def test_unsplit_tensors_are_moved_too() -> None:
 
 
 def test_evaluation_before_training() -> None:
-    """Buffers that an edge keeps must not be inference tensors."""
+    """Buffers that a channel keeps must not be inference tensors."""
     layer = nn.Linear(WIDTH, WIDTH).double()
     x = torch.randn(40, WIDTH, dtype=torch.float64)
     expected = layer(x).detach()
@@ -459,9 +471,9 @@ def test_pinned_inputs_may_be_overwritten_afterwards(devices: list[str]) -> None
     with machine() as made, torch.no_grad():
         pipe = Pipe(module, [1] * len(devices), devices=devices, chunks=4)
         made.placing = False
-        pinned = edge.pinned_like(x)
+        pinned = channel.pinned_like(x)
         pinned.copy_(x)
         output = pipe(pinned)
         pinned.zero_()
         torch.testing.assert_close(p2p_copy(output, CPU), expected, rtol=0, atol=1e-10)
-        assert not any(each._native.slots for each in edge._edges.values())
+        assert not any(each._native.slots for each in channel._channels.values())

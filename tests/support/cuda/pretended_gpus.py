@@ -20,8 +20,8 @@ from pipekernels import _backend
 
 # Numbers that no machine has, as the package keeps the streams of copies per pair of devices.
 GPUS = [torch.device("cuda", 100), torch.device("cuda", 101)]
-TICKET = SimpleNamespace(wait=lambda *_: True, synchronize=lambda: None, is_done=lambda: True)
-EDGE = SimpleNamespace(
+EVENT = SimpleNamespace(wait=lambda *_: True, synchronize=lambda: None, is_done=lambda: True)
+CHANNEL = SimpleNamespace(
     has_peer_access=False,
     has_broken_link=False,
     leaving=1,
@@ -91,8 +91,8 @@ def pretended_gpus() -> Iterator[None]:
         patch.setattr(torch.Tensor, "device", property(place))
         patch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
         patch.setattr(_backend, "require_cuda", lambda device: None)
-        patch.setattr(_backend.load(), "P2PEdge", lambda *_: EDGE, raising=False)
-        patch.setattr(_backend.load(), "P2PTicket", lambda: TICKET, raising=False)
+        patch.setattr(_backend.load(), "P2PChannel", lambda *_: CHANNEL, raising=False)
+        patch.setattr(_backend.load(), "P2PEvent", lambda: EVENT, raising=False)
         for name, module in list(sys.modules.items()):
             if name.startswith("pipekernels.") and hasattr(module, "current_raw_stream"):
                 # Copies of CPU tensors take it for their number of threads.

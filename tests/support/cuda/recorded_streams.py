@@ -26,9 +26,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipekernels.device import edge, streams
+from pipekernels.device import channel, streams
 from pipekernels.pipeline.engine import stages
-from support.cuda.recorded_edge import RecordedEdge, RecordedTicket
+from support.cuda.recorded_channel import RecordedEdge, RecordedTicket
 
 p2p_copy = importlib.import_module("pipekernels.ops.p2p_copy")
 
@@ -413,9 +413,9 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
     """
     made = Machine()
 
-    def native_edge(source: torch.device, target: torch.device) -> RecordedEdge:
+    def native_channel(source: torch.device, target: torch.device) -> RecordedEdge:
         can_write = peers and {source.type, target.type} == {"cuda"}
-        return RecordedEdge(made, source, target, edge.SLOT_BYTES, can_write)
+        return RecordedEdge(made, source, target, channel.SLOT_BYTES, can_write)
 
     engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
@@ -437,11 +437,11 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
         patch.setattr(streams, "external", lambda device, handle: handle)
         patch.setattr(streams, "current_handle", made.current)
         patch.setattr(streams, "empty_like", made.empty_like)
-        patch.setattr(edge, "native_edge", native_edge)
-        patch.setattr(edge, "ticket_class", lambda: RecordedTicket)
-        patch.setattr(edge, "_edges", {})
-        patch.setattr(edge, "pinned_like", made.pinned_like)
-        patch.setattr(edge, "SLOT_BYTES", 96)
+        patch.setattr(channel, "native_channel", native_channel)
+        patch.setattr(channel, "event_class", lambda: RecordedTicket)
+        patch.setattr(channel, "_channels", {})
+        patch.setattr(channel, "pinned_like", made.pinned_like)
+        patch.setattr(channel, "SLOT_BYTES", 96)
         patch.setattr(torch.autograd, "_engine_run_backward", run_backward)
         patch.setattr(stages, "generators_of", lambda devices: [torch.default_generator])
         stack.enter_context(_Functions(made))

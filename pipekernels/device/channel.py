@@ -5,25 +5,25 @@ only for the source and for free memory at the target; it owns streams, events a
 (``csrc/include/pipekernels/p2p_copy/p2p_copy.h``). It knows streams by handles; that of default
 streams is 0, and so is the CPU's. This module says who owns which memory, and for how long:
 
-*Sources* were allocated on the source's computing stream. The edge refers to them until the next
+*Sources* were allocated on the source's computing stream. The channel refers to them until the next
 copy is sent; then it makes that stream wait for the copy, and drops them. So one source can be read
-while the next one is computed. CPU memory is read in place only if it is pinned; then the edge
+while the next one is computed. CPU memory is read in place only if it is pinned; then the channel
 refers to it until the copy is done.
 
 *Received buffers* are allocated on the copies' own stream, so that a copy never waits for the
-target's computation. Layers may keep them for the backward, so the edge keeps a reference to the
+target's computation. Layers may keep them for the backward, so the channel keeps a reference to the
 storage of each, and checks at every later copy whether it is the last one. If so, all work that
-reads the buffer has been issued: the edge records an event on each stream that used it, and at the
-copy after that makes the copies' stream wait for these events and drops the buffer. If layers keep
-nothing, two buffers alternate. Copies to the CPU arrive in pinned memory, which the edge refers to
-until the copy is done: torch's allocator does not know of the copy.
+reads the buffer has been issued: the channel records an event on each stream that used it, and at
+the copy after that makes the copies' stream wait for these events and drops the buffer. If layers
+keep nothing, two buffers alternate. Copies to the CPU arrive in pinned memory, which the channel
+refers to until the copy is done: torch's allocator does not know of the copy.
 
-A copy's values become visible to the target's stream, or to the CPU, through ``Arrival.wait``. The
-calling thread waits only where the CPU is to read received values, or to write memory (of the
+A copy's values become visible to the target's stream, or to the CPU, through ``PendingCopy.wait``.
+The calling thread waits only where the CPU is to read received values, or to write memory (of the
 extension, or pinned memory of the caller) that a copy still reads.
 
-CUDA graphs cannot hold copies: :meth:`Edge.send` and ``Arrival.wait`` raise on a stream that is
-being captured. Dependencies with such a stream are recorded and applied later.
+CUDA graphs cannot hold copies: :meth:`Channel.send` and ``PendingCopy.wait`` raise on a stream that
+is being captured. Dependencies with such a stream are recorded and applied later.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ _log = logging.getLogger(__name__)
 
 SLOT_BYTES = 4 << 20
 
-Ticket = Any
-"""``P2PTicket``: points in streams; none in a new ticket."""
+Event = Any
+"""``P2PEvent``: points in streams; none in a new event."""
 
 
-def ticket_class() -> Callable[[], Ticket]:
-    """Makes tickets for ``send`` or ``mark``."""
-    return _backend.load().P2PTicket  # type: ignore[no-any-return]
+def event_class() -> Callable[[], Event]:
+    """Makes events for ``send`` or ``mark``."""
+    return _backend.load().P2PEvent  # type: ignore[no-any-return]
 
 
-def native_edge(source: torch.device, target: torch.device) -> Any:
-    """A ``P2PEdge``; RuntimeError if torch or the extension cannot use a device."""
+def native_channel(source: torch.device, target: torch.device) -> Any:
+    """A ``P2PChannel``; RuntimeError if torch or the extension cannot use a device."""
     for device in (source, target):
         if streams.has_streams(device):
             _backend.require_cuda(device)
-    edge = _backend.load().P2PEdge(_index(source), _index(target), SLOT_BYTES)
-    way = "by peer access" if edge.has_peer_access else "through the CPU's memory or the driver"
+    channel = _backend.load().P2PChannel(_index(source), _index(target), SLOT_BYTES)
+    way = "by peer access" if channel.has_peer_access else "through the CPU's memory or the driver"
     level = logging.INFO
-    if edge.has_broken_link:
+    if channel.has_broken_link:
         level, way = logging.WARNING, "through the CPU's memory, as others get lost: turn off ACS"
     _log.log(level, "copies from %s to %s go %s", source, target, way)
-    if edge.has_peer_access:
+    if channel.has_peer_access:
         # torch's allocator may map memory itself (expandable segments), and then has to be told
         # that the source writes to the target's. A copy of torch's own does that.
-        leaving = streams.external(source, edge.leaving)
-        with streams.using(leaving), streams.using(streams.external(target, edge.arriving)):
+        leaving = streams.external(source, channel.leaving)
+        with streams.using(leaving), streams.using(streams.external(target, channel.arriving)):
             torch.empty(1, device=target).copy_(torch.zeros(1, device=source), non_blocking=True)
-    return edge
+    return channel
 
 
 def _index(device: torch.device) -> int:
@@ -80,10 +80,10 @@ def _index(device: torch.device) -> int:
     return device.index if streams.has_streams(device) else -1
 
 
-class Arrival:
+class PendingCopy:
     """Copies in flight to ``device``; ``done`` is the point after them, None if they are done."""
 
-    def __init__(self, device: torch.device, done: Ticket | None) -> None:
+    def __init__(self, device: torch.device, done: Event | None) -> None:
         self.users: list[int] = []  # Handles of the streams that have waited for the copies.
         self._device = device
         self._done = done
@@ -109,7 +109,7 @@ class _PendingSource(NamedTuple):
     """Memory that a copy may still read."""
 
     origin: int
-    done: Ticket
+    done: Event
     memory: list[UntypedStorage]
 
 
@@ -119,10 +119,10 @@ class _ReceivedBuffer(NamedTuple):
     storage: UntypedStorage
     key: int
     references: int
-    arrival: Arrival
+    pending: PendingCopy
 
 
-class Edge:
+class Channel:
     """Copies tensors from device ``source`` to another device, ``target``; thread-safe.
 
     Copies overlap computation between CUDA devices and the CPU. Copies between other devices are
@@ -136,18 +136,18 @@ class Edge:
         self._overlaps = "cuda" in types and types <= {"cpu", "cuda"}
         self._from, self._to = _index(source), _index(target)
         if self._overlaps:
-            self._native, self._new_ticket = native_edge(source, target), ticket_class()
+            self._native, self._new_ticket = native_channel(source, target), event_class()
             self._arriving = streams.external(target, self._native.arriving)
             self._are_plain = _backend.load().are_plain
         self._sources: list[_PendingSource] = []
         self._received: list[_ReceivedBuffer] = []
-        self._unused: list[tuple[Ticket, list[_ReceivedBuffer]]] = []
-        self._pending_host_copies: list[tuple[Ticket, list[UntypedStorage]]] = []
+        self._unused: list[tuple[Event, list[_ReceivedBuffer]]] = []
+        self._pending_host_copies: list[tuple[Event, list[UntypedStorage]]] = []
         self._lock = threading.Lock()
 
     def send(
         self, tensors: Sequence[Tensor], *, snapshot: bool = False
-    ) -> tuple[list[Tensor], Arrival]:
+    ) -> tuple[list[Tensor], PendingCopy]:
         """Begin to copy ``tensors``, as they are at this point of the source's current stream.
 
         Args:
@@ -156,11 +156,11 @@ class Edge:
                 is called, for which they are first copied there. Pinned memory is read until then.
 
         Returns:
-            The copies, detached, and the arrival to wait for before they are used.
+            The copies, detached, and the pending to wait for before they are used.
         """
         if not self._overlaps:
-            arrival = Arrival(self.target, None)
-            return [t.detach().to(self.target) for t in tensors], arrival
+            pending = PendingCopy(self.target, None)
+            return [t.detach().to(self.target) for t in tensors], pending
         with self._lock:
             origin = streams.current_handle(self.source)
             self._reclaim()
@@ -175,7 +175,7 @@ class Edge:
             else:
                 copies = streams.empty_like(sources, self.target, self._arriving)
             done = self._new_ticket()
-            arrival = Arrival(self.target, done)
+            pending = PendingCopy(self.target, done)
             # All memory is listed before a copy is issued, in case send() raises afterwards.
             read = [tensor.untyped_storage() for tensor in snapshots or sources]
             written = [tensor.untyped_storage() for tensor in copies]
@@ -187,17 +187,17 @@ class Edge:
                 for storage in written:  # Each copy is one of the references.
                     key = storage_key(storage)
                     references = storage_references(key)
-                    self._received.append(_ReceivedBuffer(storage, key, references, arrival))
+                    self._received.append(_ReceivedBuffer(storage, key, references, pending))
             still_reads = self._native.send(
                 done, sources, copies, snapshots, origin, torch.get_num_threads()
             )
             if self._from < 0 and not still_reads:
                 self._sources.remove(source)
-        return copies, arrival
+        return copies, pending
 
     def settle(self, *, blocking: bool = True) -> None:
         """Drop all sources, and the received buffers that are no longer used; if not ``blocking``,
-        only if no other call on the edge is in progress.
+        only if no other call on the channel is in progress.
 
         The streams that computed the sources, or the thread if it is the CPU, wait for the copies,
         so later work on them may overwrite the sources.
@@ -234,7 +234,7 @@ class Edge:
             left = {buffer.key for buffer in kept}
             found = [buffer for buffer in self._received if buffer.key not in left]
             used = self._new_ticket()
-            users = {stream for buffer in found for stream in buffer.arrival.users}
+            users = {stream for buffer in found for stream in buffer.pending.users}
             if self._native.mark(used, list(users)):
                 self._unused.append((used, found))
                 self._received = kept
@@ -245,26 +245,26 @@ def pinned_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
-# Edges belong to the process, as streams do: the next pipe on an edge frees what the last one left.
-_edges: dict[tuple[torch.device, torch.device, bool], Edge] = {}
-_edges_lock = threading.RLock()
+# Channels belong to the process, as streams do: the next pipe frees what the last one left.
+_channels: dict[tuple[torch.device, torch.device, bool], Channel] = {}
+_channels_lock = threading.RLock()
 
 
-def edge(source: torch.device, target: torch.device, backward: bool = False) -> Edge:
-    """The process's edge from ``source`` to ``target``, two devices (CUDA ones with an index).
+def channel(source: torch.device, target: torch.device, backward: bool = False) -> Channel:
+    """The process's channel from ``source`` to ``target``, two devices (CUDA ones with an index).
 
-    ``backward`` selects the edge for gradients, which has its own streams.
+    ``backward`` selects the channel for gradients, which has its own streams.
     """
     key = (source, target, backward)
-    with _edges_lock:
-        if key not in _edges:
-            _edges[key] = Edge(source, target)
-        return _edges[key]
+    with _channels_lock:
+        if key not in _channels:
+            _channels[key] = Channel(source, target)
+        return _channels[key]
 
 
 def settle_all() -> None:
-    """Call :meth:`Edge.settle` on every edge of the process, unless the interpreter is exiting. For
-    the garbage collector, which an allocation in another call on an edge may run."""
+    """Call :meth:`Channel.settle` on every channel, unless the interpreter is exiting. For the
+    garbage collector, which an allocation in another call on a channel may run."""
     if not sys.is_finalizing():
-        for each in list(_edges.values()):
+        for each in list(_channels.values()):
             each.settle(blocking=False)

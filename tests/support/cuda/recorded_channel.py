@@ -1,4 +1,4 @@
-"""The compiled side of an edge (``pipekernels/device/edge.py``) on recorded streams.
+"""The compiled side of a channel (``pipekernels/device/channel.py``) on recorded streams.
 
 It issues what ``csrc/cuda/p2p_copy/p2p_copy.cu`` issues, in the same streams and with the same
 waits; ``csrc/tests/p2p_copy_test.cpp`` tests that file itself. Handles are the streams.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RecordedTicket:
-    """The contract of ``P2PTicket``."""
+    """The contract of ``P2PEvent``."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -41,14 +41,14 @@ class RecordedTicket:
 class _Slot:
     """Pinned memory that pieces of copies pass through."""
 
-    def __init__(self, edge: RecordedEdge) -> None:
+    def __init__(self, channel: RecordedEdge) -> None:
         with torch.inference_mode(False):
-            self.memory = edge.machine.pinned_empty((edge.slot_bytes,), (1,), torch.uint8)
+            self.memory = channel.machine.pinned_empty((channel.slot_bytes,), (1,), torch.uint8)
         self.free: Point | None = None
 
 
 class RecordedEdge:
-    """The contract of ``P2PEdge``.
+    """The contract of ``P2PChannel``.
 
     Args:
         peers: whether the source can write to the target's memory.
@@ -71,7 +71,7 @@ class RecordedEdge:
 
     def send(
         self,
-        ticket: RecordedTicket,
+        event: RecordedTicket,
         sources: list[Tensor],
         targets: list[Tensor],
         snapshots: list[Tensor],
@@ -96,7 +96,7 @@ class RecordedEdge:
                     self._copy(self.arriving, source, target)
                 else:
                     self._through_slots(source, target)
-            ticket.points = [self.arriving.record_event()]
+            event.points = [self.arriving.record_event()]
             return reads
         for source, snapshot in zip(sources, snapshots, strict=False):
             machine.copy(stream, source, snapshot)
@@ -107,20 +107,20 @@ class RecordedEdge:
                 self.leaving.wait_event(self.arriving.record_event())
             for source, target in zip(sources, targets, strict=True):
                 self._copy(self.leaving, source, target)
-            ticket.points = [self.leaving.record_event()]
+            event.points = [self.leaving.record_event()]
             if self.target.type != "cpu":
-                self.arriving.wait_event(ticket.points[0])
+                self.arriving.wait_event(event.points[0])
         else:
             for source, target in zip(sources, targets, strict=True):
                 self._through_slots(source, target)
-            ticket.points = [self.arriving.record_event()]
+            event.points = [self.arriving.record_event()]
         return False
 
-    def mark(self, ticket: RecordedTicket, streams: list[Agent], /) -> bool:
+    def mark(self, event: RecordedTicket, streams: list[Agent], /) -> bool:
         assert all(stream.device == self.target for stream in streams)
         if any(stream.is_captured for stream in streams):
             return False
-        ticket.points = [stream.record_event() for stream in streams]
+        event.points = [stream.record_event() for stream in streams]
         return True
 
     def _copy(self, agent: Agent, source: Tensor, target: Tensor) -> None:
