@@ -162,7 +162,7 @@ class Group(dist.ProcessGroup):
         super().shutdown()
 
     @disable_dynamo
-    def barrier(self, opts: Any = None, **fields: Any) -> dist.Work:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
         return self._run(opts, self._comm.barrier, [], "barrier")
 
     def _run(

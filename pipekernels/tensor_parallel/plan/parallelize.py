@@ -122,9 +122,6 @@ def first_difference(whole: Outputs, sharded: Outputs) -> tuple[str, float] | No
     return None
 
 
-Model = TypeVar("Model", bound=nn.Module)
-
-
 def tensor_parallelize(
     model: Model,
     plan: Mapping[str, str] | Literal["auto"] = "auto",
