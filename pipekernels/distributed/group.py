@@ -162,7 +162,9 @@ class Group(dist.ProcessGroup):
         super().shutdown()
 
     @disable_dynamo
-    def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
+    def barrier(  # type: ignore[override] # The two overloads of torch.
+        self, opts: Any = None, timeout: Any = None
+    ) -> dist.Work:
         return self._run(opts, self._comm.barrier, [], "barrier")
 
     def _run(
