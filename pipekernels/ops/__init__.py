@@ -7,9 +7,9 @@ Collectives assume that the loss is the sum of the losses of all ranks;
 """
 
 from pipekernels.ops.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from pipekernels.ops.device_copy import p2p_copy
+from pipekernels.ops.gemm import sharded_gemm
 from pipekernels.ops.micro_batch import concat_micro_batches, split_micro_batches
-from pipekernels.ops.p2p_copy import p2p_copy
-from pipekernels.ops.sharded_gemm import sharded_gemm
 
 __all__ = [
     "all_gather",

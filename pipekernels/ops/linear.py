@@ -2,7 +2,7 @@
 
 On CPUs, a few rows without derivatives have their own kernel (``skinny_into``), whose time is
 that of reading the weight; the library computes all others. On GPUs see
-:mod:`pipekernels.ops.sharded_gemm`. A compiled program calls the operators at the end of this
+:mod:`pipekernels.ops.gemm`. A compiled program calls the operators at the end of this
 file, which make the same choice at run time, with the same bits.
 """
 
@@ -19,8 +19,8 @@ from pipekernels import _backend
 from pipekernels._torch_private import needs_dispatcher, reference_to, tensors_of
 from pipekernels.comm import Communicator
 from pipekernels.comm.collectives import sum_of_outputs
+from pipekernels.ops.gemm import as_matrix, gemm_into, sharded_gemm
 from pipekernels.ops.int8_linear import blockwise_into, int8_linear, is_emulated
-from pipekernels.ops.sharded_gemm import as_matrix, gemm_into, sharded_gemm
 
 
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:

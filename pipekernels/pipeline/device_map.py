@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from pipekernels._arguments import check_kind
 from pipekernels._torch_private import pytree_node
 from pipekernels.device.streams import has_streams, usable, with_index
-from pipekernels.ops.p2p_copy import p2p_copy
+from pipekernels.ops.device_copy import p2p_copy
 from pipekernels.pipeline.nested import NoChunk
 from pipekernels.pipeline.partition import deny_sharing
 

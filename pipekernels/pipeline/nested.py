@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pipekernels._torch_private import TreeSpec, tree_flatten, tree_leaves
-from pipekernels.ops.p2p_copy import p2p_copy
+from pipekernels.ops.device_copy import p2p_copy
 
 
 class NoChunk:

@@ -43,9 +43,9 @@ from pipekernels.comm import Communicator
 from pipekernels.comm.tensors import check_rows
 from pipekernels.ops.collectives import all_gather, all_reduce
 from pipekernels.ops.dispatch import can_skip_dispatcher, check_differentiated_once
+from pipekernels.ops.gemm import as_matrix, sharded_gemm
 from pipekernels.ops.linear import linear_all_reduce
 from pipekernels.ops.micro_batch import micro_batch_sizes
-from pipekernels.ops.sharded_gemm import as_matrix, sharded_gemm
 
 __all__ = [
     "copy_to_holders",

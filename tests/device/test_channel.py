@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuda.recorded_channel import RecordedEdge
+from support.cuda.recorded_channel import RecordedChannel
 from support.cuda.recorded_streams import Machine, Race, machine
 
 from pipekernels.device import streams
@@ -85,7 +85,7 @@ def test_memory_may_run_out_midway(source: torch.device, monkeypatch: pytest.Mon
 def test_the_garbage_collector_may_settle_an_edge_during_a_copy() -> None:
     """It must not drop what the copy is about to read."""
 
-    class Settled(RecordedEdge):
+    class Settled(RecordedChannel):
         def send(self, *args: Any) -> bool:
             channel.settle(blocking=False)
             return super().send(*args)

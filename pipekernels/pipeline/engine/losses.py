@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import Node
 
 from pipekernels._torch_private import run_backward
-from pipekernels.ops.p2p_copy import p2p_copy
+from pipekernels.ops.device_copy import p2p_copy
 from pipekernels.pipeline.engine.entry import PAST_THE_OUTPUT, StageInput
 from pipekernels.pipeline.engine.parameters import add_to
 from pipekernels.pipeline.engine.step import Step

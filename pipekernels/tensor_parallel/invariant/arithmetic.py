@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pipekernels.comm import Communicator
 from pipekernels.ops.dispatch import check_differentiated_once
+from pipekernels.ops.gemm import as_matrix
 from pipekernels.ops.linear import skinny_linear, skinny_partial
-from pipekernels.ops.sharded_gemm import as_matrix
 from pipekernels.ops.slab_gemm import slab_gemm
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor
 from pipekernels.tensor_parallel.functional import Heads

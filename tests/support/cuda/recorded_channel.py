@@ -41,13 +41,13 @@ class RecordedTicket:
 class _Slot:
     """Pinned memory that pieces of copies pass through."""
 
-    def __init__(self, channel: RecordedEdge) -> None:
+    def __init__(self, channel: RecordedChannel) -> None:
         with torch.inference_mode(False):
             self.memory = channel.machine.pinned_empty((channel.slot_bytes,), (1,), torch.uint8)
         self.free: Point | None = None
 
 
-class RecordedEdge:
+class RecordedChannel:
     """The contract of ``P2PChannel``.
 
     Args:

@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipekernels.device import channel, streams
 from pipekernels.pipeline.engine import stages
-from support.cuda.recorded_channel import RecordedEdge, RecordedTicket
+from support.cuda.recorded_channel import RecordedChannel, RecordedTicket
 
-p2p_copy = importlib.import_module("pipekernels.ops.p2p_copy")
+p2p_copy = importlib.import_module("pipekernels.ops.device_copy")
 
 CPU = torch.device("cpu")
 _UNTOUCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -413,9 +413,9 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
     """
     made = Machine()
 
-    def native_channel(source: torch.device, target: torch.device) -> RecordedEdge:
+    def native_channel(source: torch.device, target: torch.device) -> RecordedChannel:
         can_write = peers and {source.type, target.type} == {"cuda"}
-        return RecordedEdge(made, source, target, channel.SLOT_BYTES, can_write)
+        return RecordedChannel(made, source, target, channel.SLOT_BYTES, can_write)
 
     engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 

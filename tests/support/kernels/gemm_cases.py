@@ -13,8 +13,7 @@ from pipekernels.triton_kernels.config import generation
 from support.kernels.operands import operands
 from support.reference import gamma
 
-# ``from pipekernels.ops import sharded_gemm`` is the function, not the module.
-module = importlib.import_module("pipekernels.ops.sharded_gemm")
+module = importlib.import_module("pipekernels.ops.gemm")
 
 FLOAT8 = torch.float8_e4m3fn
 

@@ -27,8 +27,7 @@ from support.kernels.operands import LAYOUTS, operands
 from support.levels import in_gate, pairwise
 from support.reference import gamma
 
-# ``from pipekernels.ops import sharded_gemm`` is the function, not the module.
-sharded_gemm = importlib.import_module("pipekernels.ops.sharded_gemm")
+sharded_gemm = importlib.import_module("pipekernels.ops.gemm")
 
 DTYPES = [torch.float32, torch.float16]
 GENERATIONS = [80, 90]  # 80 loads by pointers, 90 by tensor descriptors where layouts allow it.
