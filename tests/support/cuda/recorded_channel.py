@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from support.cuda.recorded_streams import Agent, Machine, Point
 
 
-class RecordedTicket:
+class RecordedEvent:
     """The contract of ``P2PEvent``."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class RecordedChannel:
 
     def send(
         self,
-        event: RecordedTicket,
+        event: RecordedEvent,
         sources: list[Tensor],
         targets: list[Tensor],
         snapshots: list[Tensor],
@@ -116,7 +116,7 @@ class RecordedChannel:
             event.points = [self.arriving.record_event()]
         return False
 
-    def mark(self, event: RecordedTicket, streams: list[Agent], /) -> bool:
+    def mark(self, event: RecordedEvent, streams: list[Agent], /) -> bool:
         assert all(stream.device == self.target for stream in streams)
         if any(stream.is_captured for stream in streams):
             return False

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipekernels.device import channel, streams
 from pipekernels.pipeline.engine import stages
-from support.cuda.recorded_channel import RecordedChannel, RecordedTicket
+from support.cuda.recorded_channel import RecordedChannel, RecordedEvent
 
 p2p_copy = importlib.import_module("pipekernels.ops.device_copy")
 
@@ -438,7 +438,7 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
         patch.setattr(streams, "current_handle", made.current)
         patch.setattr(streams, "empty_like", made.empty_like)
         patch.setattr(channel, "native_channel", native_channel)
-        patch.setattr(channel, "event_class", lambda: RecordedTicket)
+        patch.setattr(channel, "event_class", lambda: RecordedEvent)
         patch.setattr(channel, "_channels", {})
         patch.setattr(channel, "pinned_like", made.pinned_like)
         patch.setattr(channel, "SLOT_BYTES", 96)
