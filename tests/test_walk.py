@@ -1,13 +1,18 @@
-"""How many functions, files and frames a reader goes through to follow a mini-batch."""
+"""How many functions, files and frames a reader goes through to follow a call."""
 
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.cuda.host_time import COMPREHENSIONS, ROOT, is_own, python_calls
 from support.pipes import on_cpus
+from support.ranks import run_threads
 from torch import nn
+
+from pipekernels import Communicator, RowParallelLinear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -17,6 +22,10 @@ BOUNDS = {
     "frames around a layer": 8,
     "functions of a backward": 35,
 }
+
+
+def files_of(calls: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(name.partition(":")[0] for name in calls if is_own(name)))
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -40,8 +49,34 @@ def test_a_mini_batch_is_a_short_walk(chunks: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(nn.functional, "linear", linear_with_stack)
     pipe(x)
     frames = max(stacks, key=len)
-    files = dict.fromkeys(name.partition(":")[0] for name in forward)
-    for bound, found in zip(BOUNDS, (forward, files, frames, backward), strict=True):
+    for bound, found in zip(BOUNDS, (forward, files_of(forward), frames, backward), strict=True):
         assert len(found) <= BOUNDS[bound], "\n".join([f"{len(found)} {bound}:", *found])
     # A single microbatch runs in the caller's graph, whose backward is autograd's.
     assert forward and frames and bool(backward) == (chunks > 1)
+
+
+def test_a_row_parallel_layer_is_a_short_walk() -> None:
+    """As a decoder calls it. Many rows, with gradients, pass autograd and the tensor's checks."""
+
+    def walk(comm: Communicator) -> None:
+        layer = RowParallelLinear(8, 4, comm=comm)
+        x = torch.randn(1, layer.weight.shape[1])
+        with torch.no_grad():
+            layer(x)
+            assert 0 < len(files_of(python_calls(lambda: layer(x)))) <= 5
+        many = x.repeat(32, 1)
+        layer(many)
+        assert 0 < len(files_of(python_calls(lambda: layer(many)))) <= 7
+
+    run_threads(2, walk)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="the backend needs torch 2.7")
+def test_a_sum_of_torch_distributed_is_a_short_walk() -> None:
+    dist.init_process_group("pipekernels", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = torch.ones(8)
+        dist.all_reduce(x)
+        assert 0 < len(files_of(python_calls(lambda: dist.all_reduce(x)))) <= 3
+    finally:
+        dist.destroy_process_group()
