@@ -70,6 +70,7 @@ def join_processes(
     deadline for that.
     """
     with contextlib.ExitStack() as stack:
+        # 1. Every rank introduces itself: its host, its process and the address of a socket.
         introduction: _Process | str
         try:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -92,6 +93,7 @@ def join_processes(
         rank = ranks.index(rendezvous.rank)
         host_map = HostMap(_group_by_host(processes), rank)
 
+        # 2. Ranks of a host get the same memory, over the socket; the first of each connect hosts.
         undo = stack.enter_context(contextlib.ExitStack())
         segment, pidfds, link, problem = None, [], None, ""
         try:
@@ -112,6 +114,7 @@ def join_processes(
         except Exception as error:  # noqa: BLE001 (Sent to the peers.)
             problem = problem_of(rank, error)
             listener.close()  # Peers that wait for the memory stop waiting.
+        # 3. All learn whether all have succeeded; else what was opened is closed.
         problems = rendezvous.all_gather(problem, str)
         problems = [problems[member] for member in ranks]
         if any(problems):

@@ -47,6 +47,14 @@ _NO_SKIPS = SkipTable(SkipRoutes([]), [])
 class Step:
     """Runs the actions of one mini-batch.
 
+    A microbatch passes through these parts of a stage in its forward, and back in its backward::
+
+        1  skips in   tensors that layers of earlier stages stashed
+        2  receive    copies from the stage before, or of the input, are waited for
+        3  layers     leaves, layers, roots: a graph of its own; checkpointed, its inputs alone
+        4  skips out  tensors that layers of later stages pop
+        5  send       copies to the stage after are started; the last stage's outputs are collected
+
     Args:
         plan: decides where and in which order they run.
         stages: what they run.
@@ -293,10 +301,12 @@ class Step:
             streams.make_device_current(task.device)
         if inputs is None:
             inputs = self._send(self.inputs.take(m), stage, m)
+        # 1, 2. A copied skip arrives with the inputs, so copies are waited for after both.
         if task.received_skips:
             inputs = inputs.with_skips(self._skips.take(task.received_skips, m))
         if (stage, m, False) in self._transport.pending:
             self._transport.receive((stage, m, False))
+        # 3. What a recomputation must find again is noted before layers can change it.
         before = versions(inputs.tensors) if dropped else []
         buffers = buffers_now(task.layers, self._buffer_values) if dropped else []
         try:
@@ -312,6 +322,7 @@ class Step:
             graph.buffers = buffers
         if any(outputs.wants_grad):
             self._graphs[stage][m] = graph
+        # 4, 5.
         if outputs.skips:
             outputs, sent = outputs.without_skips()
             self._skips.leave(sent, m, self._transport)
@@ -333,6 +344,7 @@ class Step:
             if second_part is not None:
                 self._autograd(task, m, partial(second_part, self._keep_graph))
             return ()
+        # 5. Gradients of the outputs, from the stage after or from the sink.
         if (stage, m, True) in self._transport.pending:
             self._transport.receive((stage, m, True))
         if grads is None:
@@ -343,11 +355,13 @@ class Step:
             self._graphs[stage][m] = None
         if graph is None:
             return ()
+        # 4. Those of the skips that this stage has sent.
         if graph.sent:
             grads = grads or (None,) * graph.outputs
             grads = (*grads, *self._skips.take_grads(graph.sent, m))
         if all(grad is None for grad in grads):
             return ()
+        # 3. A checkpointed stage runs its layers again first.
         if graph.inputs is not None:
             graph = self._recompute(graph, graph.inputs, stage, m)
         # Not in two parts if tensors have hooks: each part would call them.
@@ -359,6 +373,7 @@ class Step:
         else:
             whole = partial(task.backward, [graph], [grads], keep_graph=self._keep_graph)
             (result,) = self._autograd(task, m, whole)
+        # 2, 1. Gradients of skips and inputs leave for the stages that sent them.
         if graph.received:
             n = len(result) - len(graph.received)
             skips = dict(zip(graph.received, result[n:], strict=True))
