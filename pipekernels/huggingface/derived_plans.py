@@ -126,6 +126,29 @@ def _derive(model: nn.Module, inputs: dict[str, Tensor], deep: nn.Module) -> Der
     deep_cases = cases_of(deep)
     cases = [Case(False, inputs, results(copy.deepcopy(model), False, inputs))]
     flow = _Flow(copy.deepcopy(model), inputs)
+
+    def reason_against(own: dict[str, str], blocks: _Blocks) -> str | None:
+        """Tries kinds of a group on both copies; adds them to ``found`` if there is no reason."""
+        plan, split = named(model, own), blocks.per_head(model)
+        why: str | None = "nothing was tried"
+        trials = attributes_to_divide(model, plan, blocks.count)
+        for more, attributes in product([{}, split] if split else [{}], trials):
+            why = difference(model, cases, plan | named(model, more), attributes, RANKS)
+            if why is not None:
+                continue
+            keys = {without_numbers(name): tuple(keys) for name, keys in attributes.items()}
+            counter = blocks.counter(model, attributes)
+            if blocks.size > 1 and counter is None:
+                return f"it has blocks of {blocks.size} features, of which a rank might cut some"
+            kinds = own | more
+            why = difference(deep, deep_cases, named(deep, kinds), named(deep, keys), RANKS)
+            if why is None:
+                found.kinds.update(kinds)
+                found.divided.update(keys)
+                found.counters.update(dict.fromkeys(kinds, counter) if counter else {})
+            return why
+        return why
+
     for producers, consumers in flow.groups():
         layers = {without_numbers(flow.names[layer]) for layer in (*producers, *consumers)}
         shown = ", ".join(sorted(layers))
@@ -135,26 +158,7 @@ def _derive(model: nn.Module, inputs: dict[str, Tensor], deep: nn.Module) -> Der
         own = blocks.kinds()
         if own is None or any(found.kinds.get(name, kind) != kind for name, kind in own.items()):
             continue  # A layer may feed one group and be fed in another.
-        own |= blocks.norms(model)
-        plan, split = named(model, own), blocks.per_head(model)
-        why: str | None = "nothing was tried"
-        trials = attributes_to_divide(model, plan, blocks.count)
-        for more, attributes in product([{}, split] if split else [{}], trials):
-            why = difference(model, cases, plan | named(model, more), attributes, RANKS)
-            if why is None:
-                own |= more
-                keys = {without_numbers(name): tuple(keys) for name, keys in attributes.items()}
-                counter = blocks.counter(model, attributes)
-                if blocks.size == 1 or counter is not None:
-                    there = named(deep, own), named(deep, keys)
-                    why = difference(deep, deep_cases, *there, RANKS)
-                else:
-                    why = f"it has blocks of {blocks.size} features, of which a rank might cut some"
-                if why is None:
-                    found.kinds.update(own)
-                    found.divided.update(keys)
-                    found.counters.update(dict.fromkeys(own, counter) if counter else {})
-                break
+        why = reason_against(own | blocks.norms(model), blocks)
         if why is not None:
             found.refused[shown] = why
     found.gathered.update(_gathered(flow, found.kinds, deep, deep_cases))
