@@ -42,14 +42,14 @@ def cases_of(model: nn.Module) -> list[Case]:
         ValueError: ``model`` does not run, or gives other results the second time.
     """
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    own, again = copy.deepcopy(model), copy.deepcopy(model)
+    own, second = copy.deepcopy(model), copy.deepcopy(model)
     try:
         found = [running_inputs(model, dtype, length) for length in LENGTHS]
         modes = [(training, inputs) for training in (False, True) for inputs in found]
         cases = [Case(*mode, results(own, *mode)) for mode in modes]
     except Exception as error:
         raise ValueError(f"the small copy with all layers fails: {error}") from error
-    if _difference(cases, [results(again, *mode) for mode in modes]):
+    if _difference(cases, [results(second, *mode) for mode in modes]):
         raise ValueError("the small copy draws random numbers in its forward")
     return cases
 

@@ -301,7 +301,7 @@ def _storage_id(tensor: torch.Tensor) -> int:
     return storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)
 
 
-class Sink(Protocol):
+class OutputConsumer(Protocol):
     """Receives the last stage's outputs and returns their gradients; only that stage's lane calls
     it."""
 

@@ -74,7 +74,7 @@ class Engine:
         self._turns = threading.RLock()
         self._latest = Parameters(partitions)
         # Of mini-batches that have ended, for reuse.
-        self._spare = [self._latest]
+        self._free_parameters = [self._latest]
 
     # torch.compile supports neither lanes nor their locks.
     @disable_dynamo
@@ -131,7 +131,7 @@ class Engine:
     def recycle(self, step: Step) -> None:
         """Keep the aliases of a mini-batch that has ended, for reuse."""
         if step.parameters is not None:
-            self._spare.append(step.parameters)
+            self._free_parameters.append(step.parameters)
 
     @contextmanager
     def recorded_by(self, timeline: Timeline) -> Iterator[Timeline]:
@@ -164,7 +164,7 @@ class Engine:
 
     def _current_parameters(self) -> Parameters:
         """Aliases that no other mini-batch has."""
-        known = self._spare.pop() if self._spare else None
+        known = self._free_parameters.pop() if self._free_parameters else None
         if known is not None and known.is_current():
             return known
         if self._latest.changed_stage() is not None:
@@ -198,7 +198,7 @@ class Engine:
         fuses = stages.timeline is None and not is_profiler_enabled()
         plan, record = self._executions.choose(signature, fuses=fuses)
         if not grad:
-            self._spare.append(parameters)
+            self._free_parameters.append(parameters)
         return Step(
             plan=plan,
             stages=stages,

@@ -27,9 +27,9 @@ from pipekernels.pipeline.engine.transport import SkipTable, Transport
 from pipekernels.pipeline.microbatch import (
     Activation,
     Grads,
+    OutputConsumer,
     Outputs,
     Scatter,
-    Sink,
     copy_if_aliased,
 )
 from pipekernels.pipeline.nested import merged
@@ -85,7 +85,7 @@ class Step:
         self._dropped = dropped
         self._record = record
         self._seconds = 0.0
-        self._sink: Sink = self.outputs
+        self._consumer: OutputConsumer = self.outputs
         # Context of the thread that starts the forward. Read only if recomputations need it: the
         # first read takes as long as two small layers.
         self._context: CallerContext | None = None
@@ -191,14 +191,14 @@ class Step:
         self._note_seconds()
         return results
 
-    def train(self, losses: Sink, waiting: AbstractContextManager[Any]) -> list[Grads]:
+    def train(self, losses: OutputConsumer, waiting: AbstractContextManager[Any]) -> list[Grads]:
         """Run the whole program, with ``losses`` between forwards and backwards; returns as
         :meth:`backward`. ``waiting`` is entered while autograd runs, on this thread or another."""
         assert self.parameters is not None
         with cast_cache(False):
             self._context = context = CallerContext()
         self._waiting = waiting
-        self._sink = losses
+        self._consumer = losses
 
         def compute(action: Action, value: Any) -> Any:
             if action.kind == "F":
@@ -287,13 +287,13 @@ class Step:
             self._skips.forget_grads()
             self._input_grads = []
             self.outputs.give(())
-            results.append(tuple(self.parameters.accumulated(self._sink.parameter_grads)))
+            results.append(tuple(self.parameters.accumulated(self._consumer.parameter_grads)))
 
     # ---- actions ---------------------------------------------------------------------------------
 
     def _forward(self, action: Action, inputs: Activation | None) -> Any:
         """Run a stage on the previous stage's outputs, None for the first; returns its own, which
-        the sink receives from the last one. Leaves its graph."""
+        the consumer receives from the last one. Leaves its graph."""
         _, stage, m = action
         task, dropped = self._tasks[stage], m < self._dropped
         if task.device != self._device:
@@ -327,7 +327,7 @@ class Step:
             outputs, sent = outputs.without_skips()
             self._skips.leave(sent, m, self._transport)
         if stage == len(self._tasks) - 1:
-            self._sink.collect(m, outputs)
+            self._consumer.collect(m, outputs)
             return None
         return self._send(outputs, stage + 1, m)
 
@@ -344,12 +344,12 @@ class Step:
             if second_part is not None:
                 self._autograd(task, m, partial(second_part, self._keep_graph))
             return ()
-        # 5. Gradients of the outputs, from the stage after or from the sink.
+        # 5. Gradients of the outputs, from the stage after or from the consumer.
         if (stage, m, True) in self._transport.pending:
             self._transport.receive((stage, m, True))
         if grads is None:
             with self._waiting, self.seeds.in_backward():
-                grads = self._sink.grads(m)
+                grads = self._consumer.grads(m)
         graph = self._graphs[stage][m]
         if not self._keep_graph:
             self._graphs[stage][m] = None
@@ -391,7 +391,7 @@ class Step:
         graphs = {m: graph for m, graph in enumerate(self._graphs[0]) if graph is not None}
         if not self._keep_graph:
             self._graphs[0] = []
-        (task,), grads = self._tasks, [self._sink.grads(m) for m in graphs]
+        (task,), grads = self._tasks, [self._consumer.grads(m) for m in graphs]
         compute = partial(task.backward, [*graphs.values()], grads, keep_graph=self._keep_graph)
         results = self._autograd(task, None, compute)
         for (m, graph), result in zip(graphs.items(), results, strict=True):

@@ -109,7 +109,7 @@ class SavedGraph:
     versions: Sequence[int] = ()
     """Those of ``inputs``, before the forward."""
 
-    def kinds(self) -> list[type]:
+    def node_types(self) -> list[type]:
         """The classes of all nodes that the roots lead to, in one order for equal graphs."""
         stack = [root.node for root in reversed(self.roots) if isinstance(root, GradientEdge)]
         seen = set()
@@ -126,7 +126,7 @@ class SavedGraph:
         """Drop the graph, which a recomputation on ``inputs`` will make again."""
         # It was made all the same: it says which outputs want gradients, and torch has other
         # kernels without one, whose bits differ (of LSTMs, of attention).
-        self.inputs, self.versions, self.nodes = inputs, versions, self.kinds()
+        self.inputs, self.versions, self.nodes = inputs, versions, self.node_types()
         self.leaves = self.roots = ()
 
 
@@ -277,10 +277,10 @@ class Task:
         with during(recomputing), buffers_of_forward(self.layers, graph.buffers):
             inputs = graph.inputs
             _, recomputed = self.forward(inputs, seeds, m, parameters=parameters, preserve=True)
-        again = recomputed.kinds()
-        if again != graph.nodes:
+        found = recomputed.node_types()
+        if found != graph.nodes:
             raise RuntimeError(
-                f"the recomputation of {name_of(self.stages)} made a graph of {len(again)} nodes "
+                f"the recomputation of {name_of(self.stages)} made a graph of {len(found)} nodes "
                 f"that differs from that of its forward, of {len(graph.nodes)}: a layer "
                 "chooses what it computes by something that changes between the two; choose by "
                 "the inputs or by numbers of torch's default generators, or use checkpoint='never'"
