@@ -222,14 +222,6 @@ def test_by_size_weighs_parameters_against_activations() -> None:
 
 
 @pytest.mark.parametrize("by", [partial(balance_by_time, timeout=0), balance_by_size])
-def test_tuples_between_layers(by: Any, device: torch.device) -> None:
-    twin = FunctionLayer(lambda x: (x, x.detach()))
-    module = nn.Sequential(twin, FunctionLayer(lambda pair: pair[0] + pair[1]))
-    assert by(1, module, torch.rand(2, requires_grad=True), device=device) == [2]
-    assert by(1, module[1:], (torch.rand(3, 2), torch.rand(3, 2)), device=device) == [1]
-
-
-@pytest.mark.parametrize("by", [partial(balance_by_time, timeout=0), balance_by_size])
 def test_skips_reach_the_layer_that_pops_them(by: Any) -> None:
     inner, outer = Namespace(), Namespace()
     stashes = [Stash().isolate(namespace) for namespace in (outer, inner)]

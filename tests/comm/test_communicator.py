@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,18 +22,6 @@ from support.ranks import leakable_resources, on_ranks, own_stream, run_processe
 
 from pipekernels import CollectiveBarrier, Communicator, PeerError, _backend
 from pipekernels.comm.bootstrap import processes as bootstrap
-
-
-def in_own_streams(
-    device: torch.device, body: Callable[[Communicator], Any]
-) -> Callable[[Communicator], Any]:
-    """As :func:`support.ranks.on`, for ranks whose communicators fail or are closed."""
-
-    def on_rank(comm: Communicator) -> Any:
-        with own_stream(device):
-            return body(comm)
-
-    return on_rank
 
 
 def resident_bytes() -> int:
@@ -78,6 +65,7 @@ def test_close_leaks_nothing() -> None:
 
 
 def test_close_is_idempotent_and_peers_notice(device: torch.device) -> None:
+    @own_stream(device)
     def on_rank(comm: Communicator) -> None:
         x = torch.ones(1, device=device)
         comm.all_reduce(x)
@@ -95,7 +83,7 @@ def test_close_is_idempotent_and_peers_notice(device: torch.device) -> None:
                     comm.all_reduce(x)
                 assert caught.value.rank == 1
 
-    run_threads(3, in_own_streams(device, on_rank))
+    run_threads(3, on_rank)
 
 
 def test_the_first_use_after_close_raises(device: torch.device) -> None:
@@ -107,6 +95,7 @@ def test_the_first_use_after_close_raises(device: torch.device) -> None:
 
 
 def test_an_exception_in_a_with_block_reaches_the_peers(device: torch.device) -> None:
+    @own_stream(device)
     def on_rank(comm: Communicator) -> None:
         x = torch.ones(1, device=device)
         comm.all_reduce(x)
@@ -118,7 +107,7 @@ def test_an_exception_in_a_with_block_reaches_the_peers(device: torch.device) ->
             assert_raises(PeerError, "rank 1 gave up after an error of its own", comm.all_reduce, x)
             assert time.monotonic() - started < 10  # Well before the timeout of 30 s.
 
-    run_threads(2, in_own_streams(device, on_rank))
+    run_threads(2, on_rank)
 
 
 def test_close_ends_a_call_in_another_thread() -> None:

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -271,19 +270,3 @@ def test_triton_on_a_gpu(m: int, dtype: torch.dtype, device: torch.device) -> No
                 graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(y, first[0]) for y in outputs)
-
-
-@on_gpu
-def test_threads_share_the_counters_of_split_k_on_a_gpu(device: torch.device) -> None:
-    case = Case.make(torch.bfloat16, device, 16, 512, 4096)
-    expected = sharded_gemm(case.x, case.weight, algorithm="triton")
-    torch.cuda.synchronize()
-
-    def work(_: int) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(50):
-                y = sharded_gemm(case.x, case.weight, algorithm="triton")
-                assert torch.equal(y, expected)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert len(list(pool.map(work, range(4)))) == 4

@@ -24,6 +24,10 @@ FLOAT32, INT64, UINT8, FLOAT8 = 1, 5, 8, 16
 HUGE = 1 << 57  # More than any process can address.
 
 
+class Subclass(Tensor):
+    """The extension reads it through its Python attributes."""
+
+
 def threads(native: Any, world_size: int) -> list[Any]:
     """A communicator for each rank."""
     fd = native.Segment.create(world_size)
@@ -55,7 +59,8 @@ def micro_batches(native: Any) -> list[Case]:
     def copy(split: Any, wholes: Any, parts: Any, dim: Any = 0, count: Any = 1) -> Any:
         return lambda: native.copy_micro_batches(split, dim, wholes, parts, count)
 
-    x, half = torch.zeros(4, 3), torch.zeros(2, 3)
+    x, half, wide = torch.zeros(4, 3), torch.zeros(2, 3), torch.zeros(2, 4)
+    mixed = [part.as_subclass(Subclass) for part in (half, wide)]
     endless = torch.zeros(1).expand(1 << 62)
     meta = torch.zeros(0, 3, device="meta")
     make = lambda dtype, by: lambda: native.split_micro_batches([x], [2, 2], 0, dtype, by)
@@ -66,6 +71,12 @@ def micro_batches(native: Any) -> list[Case]:
         ("0 threads", copy(True, [x], [x], 0, 0), ValueError, "threads must be in 1..8192, got 0"),
         ("2^31 - 1 threads", copy(True, [x], [x], 0, 2**31 - 1), ValueError, "in 1..8192"),
         ("None as a part", copy(True, [x], [half, None]), TypeError, "a tensor, got NoneType"),
+        ("a list as dim", copy(True, [x], [half] * 2, [0]), TypeError, "incompatible"),
+        ("no tensor", copy(True, [], []), ValueError, "there are 0 tensors"),
+        ("3 parts of 2", copy(True, [x] * 2, [half] * 3), ValueError, "3 microbatch tensors for 2"),
+        ("columns", copy(True, [x], [half, wide]), ValueError, "(2, 4), which must be that of"),
+        ("columns of a subclass", copy(False, [x], mixed), ValueError, "(2, 4), which must be"),
+        ("2 dtypes", copy(False, [x], [half, half.long()]), ValueError, "1 differs in dtype"),
         ("larger", copy(True, [x], [torch.zeros(5, 3)]), ValueError, "5 entries, the tensor has 4"),
         ("entries overflow", copy(False, [x[:0, 0]], [endless] * 4), ValueError, f"{most} entries"),
         ("bytes overflow", copy(True, [endless], [endless]), ValueError, f"{most} bytes"),

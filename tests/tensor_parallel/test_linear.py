@@ -18,7 +18,7 @@ from pipekernels import (
     Communicator,
     RowParallelLinear,
 )
-from pipekernels.tensor_parallel.functional import reduce_from_ranks, row_linear
+from pipekernels.tensor_parallel.functional import reduce_from_ranks
 
 WORLD_SIZES = [1, 2, 3, 4]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -201,31 +201,6 @@ def test_skip_bias_add_and_no_reduction(device: torch.device) -> None:
         assert unbiased(x.float())[1] is None
 
     run_threads(2, on(device, on_rank))
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("rows", [0, 1, 130, 1100])
-def test_a_row_parallel_product_obeys_the_error_bound(
-    rows: int, world_size: int, device: torch.device
-) -> None:
-    torch.manual_seed(0)
-    k, n = 64 * world_size, 520
-    full = [torch.randn(size, dtype=torch.bfloat16).to(device) for size in ((rows, k), (n, k))]
-    exact = full[0].double() @ full[1].double().t()
-    magnitude = full[0].double().abs() @ full[1].double().abs().t()
-
-    def on_rank(comm: Communicator) -> None:
-        x, weight = leaves = [
-            t.contiguous().requires_grad_()
-            for t in (part(full[0], 1, comm), part(full[1], 1, comm))
-        ]
-        y = row_linear(x, weight, comm)
-        assert_within_bound(y, exact, magnitude, k + world_size)
-        torch.autograd.grad(y, leaves, torch.ones_like(y))
-
-    run_threads(world_size, on(device, on_rank))
 
 
 def test_layers_on_meta_compute_shapes() -> None:

@@ -1,4 +1,7 @@
-"""A backward in two parts has the bits of the plain one, or is refused."""
+"""Which backwards run in two parts, and what hooks and timelines see of it.
+
+The bits of their gradients are compared in ``test_equals_the_loop.py`` and ``test_bits.py``.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +11,6 @@ import torch
 from support.pipes import on_cpus
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.utils.parametrizations import weight_norm
 
 from pipekernels.pipeline.engine.split_backward import backward_of_inputs
 
@@ -34,59 +36,6 @@ class Double(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return 2 * grad
-
-
-class Residual(nn.Module):
-    """Several paths from the input to the output, one through a bare parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 6))
-        self.scale = nn.Parameter(torch.rand(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale + self.inner(x)
-
-
-SPLITTABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "linear": (lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)), (5, 6)),
-    "no bias": (lambda: nn.Linear(6, 4, bias=False), (3, 5, 6)),
-    "residual": (lambda: nn.Sequential(Residual(), Residual()), (5, 6)),
-    "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (5, 3, 8, 8)),
-    "attention": (lambda: nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), (5, 7, 6)),
-    "weight_norm": (lambda: nn.Sequential(weight_norm(nn.Linear(6, 6)), nn.Tanh()), (5, 6)),
-    "frozen": (lambda: nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.PReLU()), (5, 6)),
-}
-
-
-def gradients(module: nn.Module, x: torch.Tensor, split: bool) -> list[torch.Tensor | None]:
-    """Gradients of a leaf and of the parameters, by two backwards through one graph."""
-    module.zero_grad()
-    leaf = x.clone().requires_grad_()
-    root = module(leaf)
-    edge, grad = get_gradient_edge(root), torch.ones_like(root)
-    parameters = list(module.parameters())
-    for keep_graph in (True, False):
-        if not split:
-            torch.autograd.backward([edge], [grad], retain_graph=keep_graph)
-            continue
-        before = [None if p.grad is None else p.grad.clone() for p in parameters]
-        second_part = backward_of_inputs([edge], [grad], [leaf])
-        assert second_part is not None
-        for parameter, old in zip(parameters, before, strict=True):
-            assert (parameter.grad is None) == (old is None)
-            assert old is None or torch.equal(parameter.grad, old)
-        second_part(keep_graph)
-    return [leaf.grad, *(p.grad for p in parameters)]
-
-
-@pytest.mark.parametrize("name", SPLITTABLE)
-def test_two_parts_have_the_bits_of_one(name: str) -> None:
-    make, shape = SPLITTABLE[name]
-    torch.manual_seed(0)
-    module, x = make(), torch.randn(shape)
-    whole, parts = (gradients(module, x, split) for split in (False, True))
-    torch.testing.assert_close(parts, whole, rtol=0, atol=0)
 
 
 def not_splittable() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:

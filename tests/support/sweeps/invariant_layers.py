@@ -9,15 +9,11 @@ from torch import Tensor, nn
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
 from support.ranks import run_threads
+from support.sweeps.collectives import same_bits
 
 RANKS = (1, 2, 4, 8)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Results = dict[str, Tensor]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaNs and signs of zeros included."""
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def assert_same_bits(
