@@ -27,13 +27,11 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def measured(name: str, options: Options, tell: Callable[[str], None]) -> Iterator[list[Row]]:
-    """The rows of each case, as far as there is time for it: a module's ``before(options)`` gives
-    rows as well, and ``agreed(rows, options)`` those that all ranks agree on."""
+    """The rows of each case, as far as there is time for it: if a module has ``agreed(rows,
+    options)``, those that all ranks agree on."""
     module, begin = registry.find(name), time.monotonic()
     agreed = getattr(module, "agreed", lambda rows, options: rows)
     plan = registry.plan(name, options.quick)
-    if hasattr(module, "before"):
-        yield from harness.attempted("before", module.before(options))
     left_out = 0
     for part in [plan] if hasattr(module, "measure") else [{case: plan[case]} for case in plan]:
         if time.monotonic() - begin > options.seconds:

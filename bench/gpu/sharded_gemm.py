@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.harness import Options, Row, Turns
-from bench.report.tables import duration
+from bench.harness import Options, Turns
 from bench.timing import sampler
 from pipekernels import ops
-from pipekernels.ops.gemm_choice import has_triton
 
 MODELS = {"Llama-7B": (4096, 11008), "Llama-70B": (8192, 28672)}  # hidden and inner features
 TINY_MODELS = {"tiny": (32, 64)}
@@ -32,7 +28,6 @@ ALGORITHMS = ("auto", "triton", "cublas")
 CACHED = 128 << 20  # bytes of operands that no cache holds
 COPIES = 64  # of the operands, at most
 SAMPLED = 64  # rows and columns whose errors are computed
-LAUNCHES = 100
 
 
 class Product(NamedTuple):
@@ -147,17 +142,3 @@ def errors(a: Tensor, b: Tensor, algorithms: list[str]) -> dict[str, float]:
         return float((result[rows][:, columns].double() - exact).norm() / exact.norm())
 
     return {name: error(ops.sharded_gemm(a, b, algorithm=name)) for name in algorithms}
-
-
-def before(options: Options) -> Iterator[list[Row]]:
-    """The host's time for a launch, without which no product is done."""
-    if options.device.type != "cuda" or not has_triton():
-        return
-    x, weight = (torch.randn(rows, 128, device=options.device, dtype=KIND) for rows in (16, 64))
-    samples = []
-    for _ in range(LAUNCHES):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        ops.sharded_gemm(x, weight, algorithm="triton")
-        samples.append(time.perf_counter() - begin)
-    yield [{"note": f"A launch takes {duration(statistics.median(samples))}."}]
