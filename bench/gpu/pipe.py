@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from bench.harness import Options, Turns
-from bench.pipeline.train_step import token_loss
+from bench.pipeline.train_step import accumulate, piped, token_loss
 from bench.timing import call_seconds
 from demo.gpt import VOCABULARY, gpt
 from pipekernels import Pipe
@@ -77,31 +77,18 @@ class Case:
     def step(self, way: str) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
         """A module, and a step of it, which returns its loss."""
         kind, _, checkpoint = way.partition(", ")
-        module = self.model if kind in ("plain", "loop") else self._pipe(checkpoint or "never")
-
-        def over(chunks: int) -> torch.Tensor:
-            total = torch.zeros((), device=self.device)
-            for x, y in zip(self.x.chunk(chunks), self.y.chunk(chunks), strict=True):
-                loss = loss_fn(module(x), y) / chunks
-                loss.backward()
-                total += loss.detach()
-            return total
+        module: nn.Module = self.model
+        if kind not in ("plain", "loop"):
+            layers, devices = copy.deepcopy(self.model), [self.device] * STAGES
+            module = piped(layers, self.chunks, devices, checkpoint=checkpoint or "never")
+        task = module, self.x, self.y, loss_fn
 
         def run() -> torch.Tensor:
             if isinstance(module, Pipe) and kind in SCHEDULES:
-                options = SCHEDULES[kind]
-                return module.train_step(self.x, self.y, loss_fn, schedule=kind, **options)
-            return over(self.chunks if kind == "loop" else 1)
+                return module.train_step(*task[1:], schedule=kind, **SCHEDULES[kind])
+            return accumulate(task, self.chunks if kind == "loop" else 1)
 
         return module, run
-
-    def _pipe(self, checkpoint: str) -> Pipe:
-        layers = copy.deepcopy(self.model)
-        layers.zero_grad()
-        balance = [len(layers) // STAGES] * STAGES
-        balance[-1] += len(layers) % STAGES
-        devices = [self.device] * STAGES
-        return Pipe(layers, balance, devices=devices, chunks=self.chunks, checkpoint=checkpoint)
 
 
 def peak(module: nn.Module, step: Callable[[], Any], device: torch.device) -> float:

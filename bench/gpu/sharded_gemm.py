@@ -34,26 +34,16 @@ class Product(NamedTuple):
     """One product of a layer, ``[m, k] x [k, n]``.
 
     Attributes:
-        model, layer, degree: which layer, and how many ranks share it.
         way: ``'forward'``, ``'grad_input'`` or ``'grad_weight'``.
         tokens: rows of the layer's input.
         m, n, k: sizes.
     """
 
-    model: str
-    layer: str
-    degree: int
     way: str
     tokens: int
     m: int
     n: int
     k: int
-
-    @property
-    def case(self) -> str:
-        """What it is called."""
-        layer = f"{self.model} {self.layer} / {self.degree}"
-        return f"product, {layer}, {self.way}, {self.tokens} tokens"
 
 
 def products(
@@ -64,17 +54,19 @@ def products(
 ) -> dict[str, Product]:
     """All products to measure, most important first, as time may be short; gradients from
     ``least`` tokens on."""
-    found = []
+    found = {}
     for tokens, degree in itertools.product(all_tokens, degrees):
         for model, (hidden, inner) in models.items():
             for layer, features in (("o_proj", hidden), ("down_proj", inner)):
                 part = features // degree
-                name = (model, layer, degree)
-                found.append(Product(*name, "forward", tokens, tokens, hidden, part))
+                made = [Product("forward", tokens, tokens, hidden, part)]
                 if tokens >= least:
-                    found.append(Product(*name, "grad_input", tokens, tokens, part, hidden))
-                    found.append(Product(*name, "grad_weight", tokens, hidden, part, tokens))
-    return {product.case: product for product in found}
+                    made.append(Product("grad_input", tokens, tokens, part, hidden))
+                    made.append(Product("grad_weight", tokens, hidden, part, tokens))
+                for each in made:
+                    case = f"product, {model} {layer} / {degree}, {each.way}, {tokens} tokens"
+                    found[case] = each
+    return found
 
 
 PRODUCTS = products(MODELS)

@@ -42,6 +42,7 @@ CONDITIONS = {
     "timing": "forward, loss and backward, candidates in turn, medians",
 }
 Task = tuple[nn.Sequential, torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]
+AnyTask = tuple[nn.Module, torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]
 
 
 def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -56,17 +57,23 @@ def byte_gpt() -> Task:
     return gpt(GPT_WIDTH, BLOCKS, HEADS, CONTEXT), x, y, token_loss
 
 
-def accumulate(task: Task, chunks: int) -> None:
-    """Forward and backward of each microbatch of the bare model in turn: gradient accumulation."""
-    module, x, y, loss_fn = task
+def accumulate(task: AnyTask, chunks: int) -> torch.Tensor:
+    """The loss, after a forward and backward of each microbatch in turn: gradient accumulation."""
+    (module, x, y, loss_fn), losses = task, []
     for part, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
-        (loss_fn(module(part), target) * (len(part) / len(x))).backward()
+        loss = loss_fn(module(part), target) * (len(part) / len(x))
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
 
 
-def piped(layers: nn.Sequential, chunks: int, **options: Any) -> Pipe:
-    """``layers`` in stages of as many layers, on the CPU."""
-    balance = [len(layers) // 2, len(layers) - len(layers) // 2]
-    return Pipe(layers, balance, devices=["cpu"] * STAGES, chunks=chunks, **options)
+def piped(
+    layers: nn.Sequential, chunks: int, devices: Sequence[Any] = ("cpu",) * STAGES, **options: Any
+) -> Pipe:
+    """``layers`` in stages of as many layers."""
+    balance = [len(layers) // len(devices)] * len(devices)
+    balance[-1] += len(layers) % len(devices)
+    return Pipe(layers, balance, devices=devices, chunks=chunks, **options)
 
 
 def turns(case: str, names: Sequence[str], options: Options) -> Turns:
