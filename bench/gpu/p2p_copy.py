@@ -10,7 +10,7 @@ at all. ``.to`` is torch's own, on one stream.
   next one has been issued, as pipelines do.
 * ``Pipe``: a first stage on the CPU that does nothing, a second one on the GPU.
 * Device map: a CPU model with a module on the GPU, by ``parallelize_pipeline``, called in a loop.
-* Hand-over: the calling thread's time to issue the copies of small tensors, by an edge and by
+* Hand-over: the calling thread's time to issue the copies of small tensors, by a channel and by
   torch's streams and ``copy_``: between two GPUs, or to the only one from pinned memory.
 """
 
@@ -30,7 +30,7 @@ from bench.harness import Options, Turns
 from bench.timing import call_seconds, synchronize
 from pipekernels import Pipe, ops, parallelize_pipeline, unparallelize_pipeline
 from pipekernels.device import streams
-from pipekernels.device.channel import edge
+from pipekernels.device.channel import channel
 
 CHUNKS = 16  # The first copy to the GPU, or the last one to the host, has nothing to hide behind.
 WIDTH = 4096
@@ -45,7 +45,7 @@ GPU = {
     for rows in ROWS
     for way in ("to the GPU", "to the GPU from pinned memory", "to the host", "Pipe", "device map")
 }
-GPU |= {f"hand-over of {count}": ("edge", "torch") for count in (1, 8)}
+GPU |= {f"hand-over of {count}": ("channel", "torch") for count in (1, 8)}
 GPU_QUICK = {
     f"{case.partition(',')[0]}, 4 rows": names for case, names in GPU.items() if "," in case
 }
@@ -119,7 +119,7 @@ def of_operation(way: str, one: Tensor, device: torch.device) -> Ways:
         ways["both"] = each(lambda x: body(ops.p2p_copy(x, target)), sources)
         ways[".to"] = each(lambda x: body(x.to(target, non_blocking=True)), sources)
     else:
-        way_back = edge(device, target)
+        way_back = channel(device, target)
         ways["both"] = lambda: back(lambda x: way_back.send([x])[1].wait)
         ways[".to"] = lambda: back(lambda x: functools.partial(x.to, target))
     return ways
@@ -151,7 +151,7 @@ def of_model(way: str, one: Tensor, device: torch.device) -> tuple[Ways, Callabl
 
 
 class ByTorch:
-    """Copies by streams of torch's, without an edge's account of who holds which memory."""
+    """Copies by streams of torch's, without a channel's account of who holds which memory."""
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self.source, self.target = source, target
@@ -182,7 +182,7 @@ def of_host(count: int, target: torch.device) -> dict[str, Callable[[], float]]:
     if torch.cuda.device_count() > 1:
         source = torch.device("cuda", (target.index or 0) ^ 1)
     tensors = [torch.ones(1024, device=source, pin_memory=source == HOST) for _ in range(count)]
-    way = edge(source, target)
+    way = channel(source, target)
     by_torch = ByTorch(source, target)
 
     def timed(hand_over: Callable[[], Any]) -> Callable[[], float]:
@@ -197,7 +197,7 @@ def of_host(count: int, target: torch.device) -> dict[str, Callable[[], float]]:
 
         return turn
 
-    ways = {"edge": lambda: way.send(tensors)[1].wait(), "torch": lambda: by_torch(tensors)}
+    ways = {"channel": lambda: way.send(tensors)[1].wait(), "torch": lambda: by_torch(tensors)}
     return {name: timed(hand_over) for name, hand_over in ways.items()}
 
 
