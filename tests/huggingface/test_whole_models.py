@@ -110,7 +110,7 @@ def test_norms_between_the_layers_are_not_forgotten() -> None:
 @pytest.mark.parametrize(
     ("config", "world_size", "message"),
     [
-        (transformers.MambaConfig(hidden_size=32, num_hidden_layers=1), 2, "carries no plan"),
+        (transformers.CodeGenConfig(n_embd=64, n_layer=1, n_head=4), 2, "carries no plan"),
         (transformers.GPT2Config(n_embd=30, n_layer=1, n_head=3), 4, "has 3 heads .*which 4 ranks"),
         (transformers.LlamaConfig(**GROUPED), 5, "has 4 heads .*which 5 ranks"),
     ],

@@ -28,15 +28,15 @@ SPLIT_ERRORS: list[tuple[Any, Any, Any, type[Exception], str]] = [
     (QUANTIZED, 2, 0, TypeError, "torch.strided and dtype torch.quint8; use"),
 ]
 CONCAT_ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
-    ([], 0, ValueError, "there is no micro-batch"),
-    ([X, X.double()], 0, ValueError, "micro-batch 1 differs in dtype from the first"),
-    ([X, X[:, :2]], 0, ValueError, "micro-batch 1 has shape (4, 2)"),
+    ([], 0, ValueError, "there is no microbatch"),
+    ([X, X.double()], 0, ValueError, "microbatch 1 differs in dtype from the first"),
+    ([X, X[:, :2]], 0, ValueError, "microbatch 1 has shape (4, 2)"),
     ([X, X.to("meta")], 0, ValueError, "tensor 0 is on cpu, tensor 1 on meta"),
     ([(X, X), (X, X[:1])], 0, ValueError, "microbatch 1 differ in their size along dimension 0"),
     ([X], 2, IndexError, "range of [-2, 1], but got 2"),
     ([(X, X), (X,)], 0, ValueError, "number 0 has 2 tensor(s), number 1 has 1"),
     ([X, (X,)], 0, ValueError, "the same structure"),
-    ([X, 1], 0, TypeError, "a micro-batch must be tensors in a list or tuple, got int"),
+    ([X, 1], 0, TypeError, "a microbatch must be tensors in a list or tuple, got int"),
 ]
 
 

@@ -74,7 +74,7 @@ BY_ROW = [name for name, model in MODELS.items() if model.is_by_row]
 def test_equals_the_model(name: str, way: str, device: torch.device) -> None:
     model = MODELS[name]
     args, stages = model.inputs(torch.float64), len(model.balance)
-    plain, reference = loop_of(model, torch.float64, 1)  # The whole batch is one micro-batch.
+    plain, reference = loop_of(model, torch.float64, 1)  # The whole batch is one microbatch.
     outputs, flags, grads, *_ = results(plain, way, args, reference, stages)
     module = model.build(torch.float64)
     pipe = Pipe(module, model.balance, devices=[device] * stages, chunks=CHUNKS, **model.options)

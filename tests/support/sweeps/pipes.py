@@ -1,7 +1,7 @@
 """Random pipes of layers that return strided tensors, views, containers and skips, draw random
 numbers, normalise batches and share parameters.
 
-In every execution they are compared with a loop over the same micro-batches: outputs, all gradients
+In every execution they are compared with a loop over the same microbatches: outputs, all gradients
 and buffers, bit for bit, in two forwards and backwards or steps of any schedule.
 """
 
