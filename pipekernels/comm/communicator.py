@@ -369,7 +369,7 @@ class CollectiveBarrier:
         """The communicator of ``rank``, for its thread to use.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: no rank has this index.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {rank}")

@@ -128,7 +128,7 @@ def _derive(model: nn.Module, inputs: dict[str, Tensor], deep: nn.Module) -> Der
     flow = _Flow(copy.deepcopy(model), inputs)
 
     def reason_against(own: dict[str, str], blocks: _Blocks) -> str | None:
-        """Tries kinds of a group on both copies; adds them to ``found`` if there is no reason."""
+        """Tries kinds of a group on both copies; adds them to ``found`` if both agree."""
         plan, split = named(model, own), blocks.per_head(model)
         why: str | None = "nothing was tried"
         trials = attributes_to_divide(model, plan, blocks.count)

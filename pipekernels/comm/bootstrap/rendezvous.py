@@ -49,7 +49,7 @@ def has_died(process: bytes) -> bool:
 
 
 def start_time(pid: int) -> int | None:
-    """In clock ticks since the host was booted; None if there is no such process, or if it has
+    """In clock ticks since the host was booted; None if the process does not exist or has
     ended and waits for its parent."""
     try:
         # The name in parentheses may have spaces; the fields after it are the 3rd and further ones.

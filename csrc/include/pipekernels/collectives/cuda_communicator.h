@@ -44,7 +44,7 @@ class CudaHeap {
   // The size of its part of the first memory.
   static size_t first_bytes(size_t limit);
 
-  // Returns a block for use in `stream`, or null if there is no room. Makes `stream` wait for what
+  // Returns a block for use in `stream`, or null if nothing fits. Makes `stream` wait for what
   // other streams did with released blocks; throws std::runtime_error if a graph is being captured
   // in `stream`, where that is impossible.
   std::byte* allocate(size_t bytes, void* stream);
