@@ -22,7 +22,7 @@ from pipekernels import _backend
 from pipekernels.ops.dispatch import has_derivatives, is_observed
 from pipekernels.ops.expert_linear import groups
 
-BLOCK = 1 << 20
+BLOCK = 1 << 19
 """Elements of a weight that are widened at a time."""
 
 
