@@ -23,7 +23,7 @@ from pipekernels.ops.gemm_choice import (
     library_takes_float8,
     tf32_allowed,
 )
-from pipekernels.triton_kernels.config import Config, kind_of
+from pipekernels.triton_kernels.config import Config, precision_of
 
 ALGORITHMS = ("auto", "triton", "cublas")
 
@@ -78,9 +78,11 @@ def sharded_gemm(
             f"x has dtype {x.dtype} but weight {weight.dtype}; convert one of them with .to(...)"
         )
     dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+    # torch's own operation, which has all derivatives and casts by itself.
     if algorithm != "triton" and dtype != FLOAT8:
         y = functional.linear(x, weight, bias)
         return y if residual is None else y + residual
+    # The registered one takes matrices and scales of one dimension, and casts nothing.
     matrix, n = as_matrix(x), weight.shape[0]
     residual = None if residual is None else as_matrix(residual)
     if autocast:
@@ -169,6 +171,7 @@ def _check(
         raise ValueError(f"all tensors must be on one device, got {devices}; move them with .to()")
     if algorithm == "triton" and not x.is_cuda:
         raise ValueError(f"algorithm='triton' needs CUDA tensors, got {x.device}; use 'auto'")
+    # The rest is about scales, which float8 needs and no other dtype takes.
     if x.dtype != FLOAT8:
         if scale_x is not None or scale_weight is not None or out_dtype is not None:
             raise TypeError(f"scales and out_dtype belong to {FLOAT8} operands, not {x.dtype}")
@@ -189,9 +192,9 @@ def _check(
 def _by_triton(config: Config, out: Tensor, a: Tensor, b: Tensor, terms: Terms) -> None:
     from pipekernels.triton_kernels.launch import Product, launch
 
-    gpu, kind = gpu_of(a.device), kind_of(a.dtype, tf32_allowed())
-    assert kind is not None  # choose() returns None for other dtypes.
-    product = Product(kind, a, b, out, **terms._asdict())
+    gpu, precision = gpu_of(a.device), precision_of(a.dtype, tf32_allowed())
+    assert precision is not None  # choose() returns None for other dtypes.
+    product = Product(precision, a, b, out, **terms._asdict())
     with torch.cuda.device(a.device):
         launch(product, config, generation=gpu.generation, sms=gpu.sms)
 
@@ -258,6 +261,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
+    # dX = dY W and dW = dY^T X, each as ``A B^T`` of views, by the same algorithm.
     multiply, rest = torch.ops.pipekernels.sharded_gemm, (*[None] * 5, ctx.algorithm)
     grad_x = multiply(grad, weight.t(), *rest) if needs_x else None
     grad_weight = multiply(grad.t(), x.t(), *rest) if needs_weight else None

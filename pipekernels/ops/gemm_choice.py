@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from pipekernels.triton_kernels.config import TILES, Config, config_for, generation, kind_of
+from pipekernels.triton_kernels.config import TILES, Config, config_for, generation, precision_of
 from pipekernels.triton_kernels.layout import has_rows, layout_of
 
 FLOAT8 = torch.float8_e4m3fn
@@ -75,24 +75,26 @@ def choose(
         return None
     if algorithm == "auto" and (a.dtype != FLOAT8 or library_takes_float8(a, b, out)):
         return None
-    gpu, kind = gpu_of(a.device), kind_of(a.dtype, a.dtype == torch.float32 and tf32_allowed())
-    check_triton(a.dtype, kind, gpu)
-    assert kind is not None  # Else that has raised an error.
+    gpu = gpu_of(a.device)
+    precision = precision_of(a.dtype, a.dtype == torch.float32 and tf32_allowed())
+    check_triton(a.dtype, precision, gpu)
+    assert precision is not None  # Else that has raised an error.
+    # Only the configuration for unaligned operands reads and writes element by element.
     is_aligned = has_rows(out) and (residual is None or has_rows(residual))
     layout = layout_of(a, b) if is_aligned else None
     if layout is None or (a.dtype == FLOAT8 and layout != "forward"):
-        return Config(TILES[gpu.generation, kind].unaligned)
-    return config_for(gpu.generation, kind, len(a), len(b), a.shape[1], gpu.sms)
+        return Config(TILES[gpu.generation, precision].unaligned)
+    return config_for(gpu.generation, precision, len(a), len(b), a.shape[1], gpu.sms)
 
 
-def check_triton(dtype: torch.dtype, kind: str | None, gpu: Gpu) -> None:
-    """Raise if Triton does not multiply operands of ``dtype`` and ``kind`` on ``gpu``."""
-    if kind is None:
+def check_triton(dtype: torch.dtype, precision: str | None, gpu: Gpu) -> None:
+    """Raise if Triton does not multiply operands of ``dtype`` and ``precision`` on ``gpu``."""
+    if precision is None:
         raise TypeError(
             f"the Triton kernel multiplies bfloat16, float16, float32 and float8_e4m3fn, not "
             f"{dtype}; use algorithm='auto'"
         )
-    needed = (8, 9) if kind == "float8_e4m3fn" else (8, 0)
+    needed = (8, 9) if precision == "float8_e4m3fn" else (8, 0)
     if gpu.capability < needed:
         raise RuntimeError(
             f"{dtype} in Triton needs compute capability {needed[0]}.{needed[1]}, but {gpu.name} "

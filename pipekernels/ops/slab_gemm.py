@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipekernels.ops.gemm_choice import gpu_of, has_triton, tf32_allowed
-from pipekernels.triton_kernels.config import SLAB_BLOCKS, kind_of
+from pipekernels.triton_kernels.config import SLAB_BLOCKS, precision_of
 
 
 def slab_gemm(
@@ -35,13 +35,13 @@ def slab_gemm(
     Raises:
         RuntimeError: the kernel is not loaded yet, and a CUDA graph is being captured.
     """
-    kind = _kind_on_gpu(a)
-    if kind is None or 0 in (*a.shape, len(b)):
+    precision = _precision_on_gpu(a)
+    if precision is None or 0 in (*a.shape, len(b)):
         return None
     from pipekernels.triton_kernels.launch import Product, are_slabs_loaded, launch_slabs
 
     out = a.new_empty((len(a), len(b)), dtype=out_dtype or a.dtype)
-    product = Product(kind, a, b, out, bias)
+    product = Product(precision, a, b, out, bias)
     if torch.cuda.is_current_stream_capturing() and not are_slabs_loaded(product, slabs):
         raise RuntimeError(
             f"the kernel for {tuple(a.shape)} times {tuple(b.t().shape)} in {slabs} slabs is not "
@@ -51,9 +51,9 @@ def slab_gemm(
     return out
 
 
-def _kind_on_gpu(a: Tensor) -> str | None:
-    """The kind of operands, if Triton can multiply them here."""
+def _precision_on_gpu(a: Tensor) -> str | None:
+    """The type of the operands, if Triton can multiply them here."""
     if not a.is_cuda or not has_triton() or gpu_of(a.device).capability < (8, 0):
         return None
-    kind = kind_of(a.dtype, tf32_allowed())
-    return kind if kind in SLAB_BLOCKS else None
+    precision = precision_of(a.dtype, tf32_allowed())
+    return precision if precision in SLAB_BLOCKS else None

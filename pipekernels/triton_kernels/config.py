@@ -1,4 +1,4 @@
-"""The configurations of the sharded GEMM: one for each generation of GPUs, kind and class of rows.
+"""The configurations of the sharded GEMM, by generation of GPUs, precision and number of rows.
 
 Nothing here imports triton. Only a configuration's ``blocks`` are compile-time constants, so the
 kernel is compiled for the entries of the table below only. Tests check that every entry fits in
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-# Kinds of operands; "tfloat32" is float32 rounded to TF32.
-KINDS = ["bfloat16", "float16", "tfloat32", "float32", "float8_e4m3fn"]
+# Of operands; "tfloat32" is float32 rounded to TF32.
+PRECISIONS = ["bfloat16", "float16", "tfloat32", "float32", "float8_e4m3fn"]
 
 
 class Blocks(NamedTuple):
@@ -52,7 +52,7 @@ class Config(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The blocks of a generation of GPUs and a kind, by the rows of C."""
+    """The blocks of a generation of GPUs and a precision, by the rows of C."""
 
     few: Blocks  # Up to FEW_ROWS; several programs may share a tile.
     middle: Blocks  # Up to MIDDLE_ROWS.
@@ -125,7 +125,7 @@ for _generation, _stages in ((80, 2), (90, 3), (100, 3)):
         unaligned=Blocks(64, 64, 16, 8, 2),
     )
 
-# Blocks of products by slabs, one per kind, as others could give other bits. Slabs are seldom
+# Blocks of products by slabs, one per precision, as others could give other bits. Slabs are seldom
 # multiples of more than 32, and a path of a tree of sums is to fit in registers.
 SLAB_BLOCKS = {
     "bfloat16": Blocks(64, 32, 32, 4, 4),
@@ -144,23 +144,24 @@ def generation(capability: tuple[int, int]) -> int:
     return {9: 90, 10: 100}.get(capability[0], 80)
 
 
-def kind_of(dtype: torch.dtype, tf32: bool) -> str | None:
-    """The kind for operands of ``dtype``; ``None`` for one that the kernel does not multiply."""
+def precision_of(dtype: torch.dtype, tf32: bool) -> str | None:
+    """The precision of ``dtype``; ``None`` for one that the kernel does not multiply."""
     if dtype == torch.float32 and tf32:
         return "tfloat32"
     name = str(dtype).removeprefix("torch.")
-    return name if name in KINDS else None
+    return name if name in PRECISIONS else None
 
 
-def config_for(generation: int, kind: str, m: int, n: int, k: int, sms: int) -> Config:
+def config_for(generation: int, precision: str, m: int, n: int, k: int, sms: int) -> Config:
     """The configuration of an aligned product C [m, n] of depth k on ``sms`` multiprocessors."""
-    tiles = TILES[generation, kind]
+    tiles = TILES[generation, precision]
     if m > MIDDLE_ROWS:
         return Config(tiles.many)
     if m > FEW_ROWS:
         return Config(tiles.middle)
     blocks = tiles.few
-    # About a program for each multiprocessor; then as few programs as take no more steps each.
+    # Programs share the few tiles of few rows: about one for each multiprocessor, then as few as
+    # take no more steps each.
     steps = ceil(k / blocks.k)
     split_k = max(1, min(round(sms / ceil(n / blocks.n)), steps // LEAST_STEPS))
     return Config(blocks, split_k=ceil(steps / ceil(steps / split_k)))

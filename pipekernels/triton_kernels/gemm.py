@@ -91,6 +91,7 @@ def _finish_tile(
     OUT: tl.constexpr,
 ):  # fmt: skip
     """:func:`_finish` a tile in ``PARTS`` parts, a power of two, by halves of halves."""
+    # A part is all that is converted and staged in shared memory at a time.
     if PARTS == 1:
         _finish(acc, c, row, col, M, N, added, strides, BLOCK_M, BLOCK_N, VIA, OUT)
     else:
@@ -142,6 +143,7 @@ def gemm_kernel(
             k = step * BLOCK_K
             block_a = _load(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, A_VIA)
             block_b = _load(b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, B_VIA)
+            # Tensor cores that keep too few bits: their sums are short, see config.py.
             if PROMOTE == 0:
                 acc = tl.dot(block_a, block_b.T, acc, PRECISION)
             elif PROMOTE == 1:
@@ -161,15 +163,18 @@ def gemm_kernel(
             SIZE: tl.constexpr = BLOCK_M * BLOCK_N
             shared = tile - first_item // split_k
             at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            slab = partials + shared.to(tl.int64) * split_k * SIZE + at
-            tl.store(slab + part * SIZE, acc)
+            partial = partials + shared.to(tl.int64) * split_k * SIZE + at
+            tl.store(partial + part * SIZE, acc)
+            # All threads have stored before one of them counts: its release covers their stores.
             tl.debug_barrier()
             arrived = tl.atomic_add(arrivals + shared, 1, sem="acq_rel", scope="gpu")
             if arrived == split_k - 1:
+                # Its acquire covers the loads of all threads, which bypass the L1 cache: this is
+                # not coherent, and may hold what the last launch stored there.
                 tl.debug_barrier()
                 total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 for other in range(split_k):
-                    total += tl.load(slab + other * SIZE, cache_modifier=".cg")
+                    total += tl.load(partial + other * SIZE, cache_modifier=".cg")
                 _finish_tile(
                     total, c, row, col, M, N, added, strides, BLOCK_M, BLOCK_N, PARTS, C_VIA, OUT
                 )

@@ -19,7 +19,7 @@ from pipekernels.triton_kernels.gemm import gemm_kernel
 from pipekernels.triton_kernels.layout import has_rows, signature
 from pipekernels.triton_kernels.slab import slab_kernel
 
-PRECISIONS = {"tfloat32": "tf32"}
+INPUT_PRECISIONS = {"tfloat32": "tf32"}
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # Bytes per program, at most.
 
@@ -38,7 +38,7 @@ class Product(NamedTuple):
     """``out = (A B^T) * scale_a * scale_b + bias + residual``, on one device.
 
     Attributes:
-        kind: of the operands, see :data:`pipekernels.triton_kernels.config.KINDS`.
+        precision: one of :data:`pipekernels.triton_kernels.config.PRECISIONS`.
         a, b: [M, K] and [N, K], any strides.
         out: [M, N], any strides without overlap.
         bias: [N].
@@ -46,7 +46,7 @@ class Product(NamedTuple):
         scale_a, scale_b: float32, of one element, or [M] and [N].
     """
 
-    kind: str
+    precision: str
     a: Tensor
     b: Tensor
     out: Tensor
@@ -80,35 +80,39 @@ def launch(product: Product, config: Config, *, generation: int, sms: int) -> No
 
 def _launch(product: Product, config: Config, part: range, generation: int, sms: int) -> None:
     """Launch the kernel for a part of the tiles."""
-    kind, a, b, out, bias, residual, scale_a, scale_b = product
+    precision, a, b, out, bias, residual, scale_a, scale_b = product
     blocks, group_m, split_k, _ = config
+    # New memory in every launch, which the key of a prepared launch therefore leaves out.
     partials = arrivals = None
     programs = len(part) * split_k
     if split_k > 1:
         partials = a.new_empty(programs * blocks.m * blocks.n, dtype=torch.float32)
         arrivals = _zeros(a.device, len(part))
     places = [t if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in product[1:]]
-    key = a.device, kind, config, part, generation, sms, *places
+    key = a.device, precision, config, part, generation, sms, *places
     if key in _prepared:
         run, operands, constants = _prepared[key]
         run(*operands, partials, arrivals, *constants)
         return
+    # Each share of a tile has its own program; else programs are as many as run at once, and loop.
     if split_k == 1:
         programs = min(programs, sms * _residents(blocks, a.element_size(), generation))
     tma = generation >= 90
     a_via, a_operand, a_strides = _access(a, (blocks.m, blocks.k), tma)
     b_via, b_operand, b_strides = _access(b, (blocks.n, blocks.k), tma)
-    c: tuple[str, Any, tuple[int, ...]] = "pointers", out, out.stride()
+    c_operand: Any = out
+    c_via, c_strides = "pointers", out.stride()
     if tma and split_k == 1 and has_rows(out):
-        c = "descriptor", _descriptor(out, (blocks.m, blocks.n // blocks.parts)), (0, 0)
-    operands = a_operand, b_operand, c[1], bias, residual, scale_a, scale_b
+        c_via, c_strides = "descriptor", (0, 0)
+        c_operand = _descriptor(out, (blocks.m, blocks.n // blocks.parts))
+    operands = a_operand, b_operand, c_operand, bias, residual, scale_a, scale_b
     constants = (
         *out.shape, a.shape[1], group_m, split_k, part.start * split_k, part.stop * split_k,
-        *a_strides, *b_strides, *c[2], 0 if bias is None else bias.stride(0),
+        *a_strides, *b_strides, *c_strides, 0 if bias is None else bias.stride(0),
         *((0, 0) if residual is None else residual.stride()),
         *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (scale_a, scale_b)),
-        blocks.m, blocks.n, blocks.k, blocks.parts,
-        a_via, b_via, c[0], DTYPES[out.dtype], PRECISIONS.get(kind, "ieee"), blocks.promote,
+        blocks.m, blocks.n, blocks.k, blocks.parts, a_via, b_via, c_via, DTYPES[out.dtype],
+        INPUT_PRECISIONS.get(precision, "ieee"), blocks.promote,
     )  # fmt: skip
     kernel = _key(product, blocks, split_k > 1)
     with contextlib.nullcontext() if kernel in _loaded else _loading:
@@ -133,7 +137,7 @@ def launch_slabs(product: Product, slabs: int, *, generation: int) -> None:
         generation: of the GPU, see :func:`pipekernels.triton_kernels.config.generation`.
     """
     a, b, out, bias = product.a, product.b, product.out, product.bias
-    blocks = SLAB_BLOCKS[product.kind]
+    blocks = SLAB_BLOCKS[product.precision]
     rows, columns = tiles(product, blocks)
     depth = a.shape[1] // slabs
     # A descriptor knows where the tensor ends, not where a slab does.
@@ -146,8 +150,8 @@ def launch_slabs(product: Product, slabs: int, *, generation: int) -> None:
             a_operand, b_operand, out, bias, *out.shape, depth, 8,
             *a_strides, *b_strides, *out.stride(), 0 if bias is None else bias.stride(0),
             BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, A_VIA=a_via, B_VIA=b_via,
-            OUT=DTYPES[out.dtype], PRECISION=PRECISIONS.get(product.kind, "ieee"), SLABS=slabs,
-            num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
+            PRECISION=INPUT_PRECISIONS.get(product.precision, "ieee"), OUT=DTYPES[out.dtype],
+            SLABS=slabs, num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _loaded.add(kernel)
 
@@ -160,7 +164,7 @@ def are_slabs_loaded(product: Product, slabs: int) -> bool:
 def _key(product: Product, *constants: Any) -> tuple[Any, ...]:
     """The key of the compiled kernel; that of slabs depends on their number and size."""
     tensors = product[1:]
-    return product.kind, constants, *(None if t is None else signature(t) for t in tensors)
+    return product.precision, constants, *(None if t is None else signature(t) for t in tensors)
 
 
 def _access(operand: Tensor, block: tuple[int, int], tma: bool) -> tuple[str, Any, tuple[int, ...]]:
@@ -214,11 +218,9 @@ _COUNTERS = 4096  # Per stream.
 
 
 def _zeros(device: torch.device, count: int) -> Tensor:
-    """``count`` zeroed counters, for a kernel that resets them.
-
-    Kernels of one stream run one after another and share theirs. A graph may run beside all other
-    work, and so has its own.
-    """
+    """``count`` zeroed counters, for a kernel that resets them."""
+    # Kernels of one stream run one after another and share theirs. A graph may run beside all
+    # other work, and so has its own.
     if device.type != "cuda" or count > _COUNTERS or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
     return _counters(device, torch.cuda.current_stream(device).cuda_stream)[:count]

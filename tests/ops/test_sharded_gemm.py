@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from pipekernels.ops import gemm_choice, sharded_gemm
 from pipekernels.ops.gemm_choice import choose, gpu_of, tf32_allowed
-from pipekernels.triton_kernels.config import KINDS, TILES, Config, Tiles
+from pipekernels.triton_kernels.config import PRECISIONS, TILES, Config, Tiles
 from pipekernels.triton_kernels.layout import layout_of
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -178,27 +178,27 @@ def gpu_products() -> list[tuple[str, str, str]]:
     Float8 has no gradients; those of float16 have the same code as those of bfloat16.
     """
     found = []
-    for kind in KINDS:
-        for layout in LAYOUTS[: 1 if kind in ("float8_e4m3fn", "float16") else 3]:
-            found += [(kind, layout, which) for which in Tiles._fields]
+    for precision in PRECISIONS:
+        for layout in LAYOUTS[: 1 if precision in ("float8_e4m3fn", "float16") else 3]:
+            found += [(precision, layout, which) for which in Tiles._fields]
     return found
 
 
 @on_gpu
-@pytest.mark.parametrize(("kind", "layout", "which"), gpu_products())
+@pytest.mark.parametrize(("precision", "layout", "which"), gpu_products())
 def test_every_configuration_on_a_gpu(
-    kind: str, layout: str, which: str, device: torch.device
+    precision: str, layout: str, which: str, device: torch.device
 ) -> None:
     """Errors obey the bound, and are about those of the vendor's library at most."""
     from pipekernels.triton_kernels.launch import Product, launch
 
     own = gpu_of(device)
-    if kind == "float8_e4m3fn" and own.capability < (8, 9):
+    if precision == "float8_e4m3fn" and own.capability < (8, 9):
         pytest.skip("float8 needs compute capability 8.9")
-    tf32 = kind == "tfloat32"
-    dtype = torch.float32 if tf32 else getattr(torch, kind)
+    tf32 = precision == "tfloat32"
+    dtype = torch.float32 if tf32 else getattr(torch, precision)
     out_dtype = torch.bfloat16 if dtype == FLOAT8 else dtype
-    block = getattr(TILES[own.generation, kind], which)
+    block = getattr(TILES[own.generation, precision], which)
     for split_k in (1, 3) if which == "few" else (1,):
         for m, n, k in ((1, 256, 512), (300, 336, 1040)):
             odd = which == "unaligned"
@@ -211,7 +211,7 @@ def test_every_configuration_on_a_gpu(
             for residual in (None, case.residual)[: 2 if layout == "forward" else 1]:
                 bias = None if residual is None else case.bias
                 out = torch.full_like(case.residual, float("nan"))
-                product = Product(kind, case.x, case.weight, out, bias, residual)
+                product = Product(precision, case.x, case.weight, out, bias, residual)
                 launch(product, config, generation=own.generation, sms=own.sms)
                 added = [] if bias is None else [bias, case.residual]
                 check(out, case.x, case.weight, *added, tf32=tf32)

@@ -23,18 +23,18 @@ def test_the_kernel_in_the_interpreter(level: str) -> None:
 def test_where_triton_computes_it(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kind(dtype: torch.dtype, is_cuda: bool = True) -> str | None:
+    def precision(dtype: torch.dtype, is_cuda: bool = True) -> str | None:
         a = SimpleNamespace(dtype=dtype, is_cuda=is_cuda, device=None)
-        return module._kind_on_gpu(a)  # type: ignore[arg-type]
+        return module._precision_on_gpu(a)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "gpu_of", lambda device: SimpleNamespace(capability=capability))
     monkeypatch.setattr(module, "has_triton", lambda: True)
     new = capability >= (8, 0)
-    assert kind(torch.bfloat16) == ("bfloat16" if new else None)
-    assert kind(torch.float32) == ("float32" if new else None)
-    assert kind(torch.float64) is None and kind(torch.bfloat16, is_cuda=False) is None
+    assert precision(torch.bfloat16) == ("bfloat16" if new else None)
+    assert precision(torch.float32) == ("float32" if new else None)
+    assert precision(torch.float64) is None and precision(torch.bfloat16, is_cuda=False) is None
     monkeypatch.setattr(module, "has_triton", lambda: False)
-    assert kind(torch.bfloat16) is None
+    assert precision(torch.bfloat16) is None
 
 
 def test_on_cpus_the_library_computes_it() -> None:
@@ -48,7 +48,7 @@ def test_a_kernel_that_is_not_loaded_cannot_be_captured(monkeypatch: pytest.Monk
 
     launched: list[Tensor] = []
     monkeypatch.setattr(launch, "launch_slabs", lambda product, *_, **__: launched.append(product))
-    monkeypatch.setattr(module, "_kind_on_gpu", lambda a: "float32")
+    monkeypatch.setattr(module, "_precision_on_gpu", lambda a: "float32")
     monkeypatch.setattr(module, "gpu_of", lambda device: SimpleNamespace(generation=90))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     a, b = torch.ones(2, 16), torch.ones(3, 16)

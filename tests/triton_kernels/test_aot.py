@@ -81,11 +81,11 @@ def compiling(
     return begun
 
 
-def name(value: str | aot.Case) -> str:
-    if isinstance(value, str):
-        return value
-    blocks = "x".join(str(int(field)) for field in value.blocks)
-    return f"sm{value.architecture}-{value.kind}-{blocks}-{value.variant}" + "-split" * value.split
+def name(case: str | aot.Case) -> str:
+    if isinstance(case, str):
+        return case
+    blocks = "x".join(str(int(field)) for field in case.blocks)
+    return f"sm{case.architecture}-{case.precision}-{blocks}-{case.variant}" + "-split" * case.split
 
 
 def built(version: str, case: aot.AnyCase, compiling: Callable[[str], Compiled]) -> aot.Kernel:
@@ -127,7 +127,7 @@ def test_compiles_without_spills(
     if tma and not case.split and case.variant in LAYOUTS:
         # A tile is stored in the loop that loads the next one, before its barriers are released.
         assert kernel.ptx.rindex(BULK_STORE) < kernel.ptx.index("mbarrier.inval")
-    if case.architecture == 90 and case.kind != "float32" and case.blocks.m >= 64:
+    if case.architecture == 90 and case.precision != "float32" and case.blocks.m >= 64:
         check_asynchronous_products(kernel)
     if case.blocks.promote and case.variant == "forward":  # Nothing else is added there.
         sums = case.blocks.m * case.blocks.n // (32 * case.blocks.warps)
@@ -145,7 +145,7 @@ def test_products_by_slabs_compile_without_spills(
     kernel = built(version, case, compiling)
     assert kernel.shared <= SHARED_MEMORY[89]
     assert ("cp.async.bulk.tensor" in kernel.ptx) == (case.architecture >= 90 and not case.odd)
-    if case.architecture == 90 and case.kind != "float32":
+    if case.architecture == 90 and case.precision != "float32":
         check_asynchronous_products(kernel)
 
 

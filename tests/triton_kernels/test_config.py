@@ -6,21 +6,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipekernels.triton_kernels.config import KINDS, TILES, Config, config_for, generation
+from pipekernels.triton_kernels.config import PRECISIONS, TILES, Config, config_for, generation
 from pipekernels.triton_kernels.layout import layout_of
 
 
 @given(
     st.sampled_from([80, 90, 100]),
-    st.sampled_from(KINDS),
+    st.sampled_from(PRECISIONS),
     *[st.integers(1, 20000)] * 3,
     st.sampled_from([4, 108, 132, 148]),
 )
 def test_every_product_has_a_configuration(
-    era: int, kind: str, m: int, n: int, k: int, sms: int
+    era: int, precision: str, m: int, n: int, k: int, sms: int
 ) -> None:
-    blocks, _, split_k, _ = config_for(era, kind, m, n, k, sms)
-    tiles = TILES[era, kind]
+    blocks, _, split_k, _ = config_for(era, precision, m, n, k, sms)
+    tiles = TILES[era, precision]
     assert blocks in (tiles.few, tiles.middle, tiles.many)
     assert split_k == 1 or blocks == tiles.few
     share = ceil(ceil(k / blocks.k) / split_k)

@@ -22,7 +22,7 @@ import torch
 
 from pipekernels.triton_kernels.config import SLAB_BLOCKS, TILES, Blocks, Config
 from pipekernels.triton_kernels.layout import signature
-from support.kernels.operands import dtype_of, operands
+from support.kernels.operands import LAYOUTS, dtype_of, operands
 from support.programs import run
 
 ROOT = Path(__file__).parents[3]
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
     architecture: int  # Compute capability to compile for; 90 for sm_90.
     generation: int  # The architecture whose table of blocks is used.
-    kind: str  # Of operands.
+    precision: str
     blocks: Blocks
     split: bool  # Whether several programs share a tile (split-K).
     variant: str
@@ -55,7 +55,7 @@ class SlabCase(NamedTuple):
     """One compilation of the kernel of products by slabs."""
 
     architecture: int  # Compute capability, and generation.
-    kind: str  # Of operands.
+    precision: str
     slabs: int
     odd: bool  # Whether slabs are no multiples of a block, and sizes no multiples of 16.
     layout: str  # Which of a linear layer's three products it is.
@@ -133,34 +133,34 @@ def read(path: Path) -> Kernel:
 def cases() -> list[Case]:
     """Every configuration of the table."""
     found = []
-    for (generation, kind), tiles in TILES.items():
-        architecture = 89 if (generation, kind) == (80, "float8_e4m3fn") else generation
+    for (generation, precision), tiles in TILES.items():
+        architecture = 89 if (generation, precision) == (80, "float8_e4m3fn") else generation
         variants = ["forward", "grad_input", "grad_weight"]
-        if kind == "float8_e4m3fn":  # It has no gradients.
+        if precision == "float8_e4m3fn":  # It has no gradients.
             variants = ["forward"]
-        if kind == "float16":  # Differs from bfloat16 only in the types of some instructions.
+        if precision == "float16":  # Differs from bfloat16 only in the types of some instructions.
             variants = ["grad_weight"]
         whole = (tiles.few, tiles.middle, tiles.many)
         these = [(blocks, False, variant) for blocks in whole for variant in variants]
         these += [(tiles.few, True, variant) for variant in variants]
-        if kind == "bfloat16":  # The last tiles of a product of many rows may be split.
+        if precision == "bfloat16":  # The last tiles of a product of many rows may be split.
             these += [(tiles.middle, True, variant) for variant in variants]
         these += [(tiles.unaligned, False, "odd")]
-        if kind == "bfloat16":
+        if precision == "bfloat16":
             these += [(tiles.unaligned, False, "unit")]
-        found += [Case(architecture, generation, kind, *this) for this in dict.fromkeys(these)]
+        found += [Case(architecture, generation, precision, *this) for this in dict.fromkeys(these)]
     return found
 
 
 def slab_cases(version: str) -> list[SlabCase]:
     """For a Triton: whole and cut products, by descriptors and by pointers."""
     found = []
-    for architecture, kind in itertools.product((80, 90, 100), SLAB_BLOCKS):
-        found.append(SlabCase(architecture, kind, 8, False, "forward"))
-        if version == "installed" and kind != "float16":
-            layouts = ("forward", "grad_input", "grad_weight")[0 if kind == "bfloat16" else 2 :]
-            found += [SlabCase(architecture, kind, 1, False, layout) for layout in layouts]
-            found.append(SlabCase(architecture, kind, 8, True, "forward"))
+    for architecture, precision in itertools.product((80, 90, 100), SLAB_BLOCKS):
+        found.append(SlabCase(architecture, precision, 8, False, "forward"))
+        if version == "installed" and precision != "float16":
+            layouts = LAYOUTS if precision == "bfloat16" else LAYOUTS[2:]
+            found += [SlabCase(architecture, precision, 1, False, layout) for layout in layouts]
+            found.append(SlabCase(architecture, precision, 8, True, "forward"))
     return found
 
 
@@ -169,26 +169,26 @@ def one_per_configuration() -> list[Case]:
     groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in cases():
         configuration = (*case[:5], case.variant in ("odd", "unit"))
-        if case.kind != "float16":
+        if case.precision != "float16":
             groups.setdefault(configuration, []).append(case)
     return [group[at % len(group)] for at, group in enumerate(groups.values())]
 
 
 def gate_cases() -> list[Case]:
-    """For sm_90 each configuration of bfloat16; and of each other kind the one for many rows, whose
-    products, sums and loads differ by the kind."""
+    """For sm_90 each configuration of bfloat16; and of every other precision, by which products,
+    sums and loads differ, the one for many rows."""
     return [
         case
         for case in one_per_configuration()
         if case.architecture == 90
-        and (case.kind == "bfloat16" or case.blocks == TILES[90, case.kind].many)
+        and (case.precision == "bfloat16" or case.blocks == TILES[90, case.precision].many)
     ]
 
 
 def gate_slab_cases() -> list[SlabCase]:
     """For sm_90, by descriptors and by pointers."""
     own = [case for case in slab_cases("installed") if case.architecture == 90]
-    return [case for case in own if case.kind in ("bfloat16", "float32") and case.slabs == 8]
+    return [case for case in own if case.precision in ("bfloat16", "float32") and case.slabs == 8]
 
 
 def build(case: AnyCase) -> Kernel | str:
@@ -259,7 +259,7 @@ def _launch(case: Case) -> None:
     m, n, k = (3 * size + odd for size in (blocks.m, blocks.n, 4 * blocks.k))
     if case.variant == "unit":
         m = n = k = 1
-    dtype = dtype_of(case.kind)
+    dtype = dtype_of(case.precision)
     scaled = dtype == torch.float8_e4m3fn
     out = torch.empty(m, n, dtype=torch.bfloat16 if scaled else dtype)
     added = {"scale_a": torch.empty(m), "scale_b": torch.empty(n)} if scaled else {}
@@ -267,20 +267,20 @@ def _launch(case: Case) -> None:
         added |= {"bias": torch.empty_like(out[0]), "residual": torch.empty_like(out)}
     config = Config(blocks, split_k=2 if case.split else 1)
     a, b = operands(case.variant, m, n, k, dtype, torch.empty)
-    product = Product(case.kind, a, b, out, **added)
+    product = Product(case.precision, a, b, out, **added)
     launch(product, config, generation=case.generation, sms=4)
 
 
 def _launch_slabs(case: SlabCase) -> None:
     from pipekernels.triton_kernels.launch import Product, launch_slabs
 
-    blocks = SLAB_BLOCKS[case.kind]
+    blocks = SLAB_BLOCKS[case.precision]
     m, n, depth = (3 * size + case.odd for size in (blocks.m, blocks.n, 4 * blocks.k))
-    dtype = dtype_of(case.kind)
+    dtype = dtype_of(case.precision)
     a, b = operands(case.layout, m, n, case.slabs * depth, dtype, torch.empty)
     out = torch.empty(m, n, dtype=torch.float32 if case.slabs > 1 else dtype)
     bias = torch.empty(n, dtype=dtype) if case.slabs == 1 else None
-    product = Product(case.kind, a, b, out, bias)
+    product = Product(case.precision, a, b, out, bias)
     launch_slabs(product, case.slabs, generation=case.architecture)
 
 

@@ -45,9 +45,9 @@ SMALL = Blocks(16, 32, 16, 4, 3)
 
 def product(m: int, n: int, k: int, layout: str, dtype: torch.dtype, **added: Tensor) -> Product:
     a, b = operands(layout, m, n, k, dtype)
-    kind = str(dtype).removeprefix("torch.")
+    precision = str(dtype).removeprefix("torch.")
     out_dtype = torch.float32 if dtype == torch.float8_e4m3fn else dtype
-    return Product(kind, a, b, torch.full((m, n), float("nan"), dtype=out_dtype), **added)
+    return Product(precision, a, b, torch.full((m, n), float("nan"), dtype=out_dtype), **added)
 
 
 def check(p: Product, config: Config) -> None:
@@ -203,8 +203,8 @@ def interpret_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the operation compute CPU tensors with the interpreted kernel."""
 
     def run(out: Tensor, a: Tensor, b: Tensor, terms: sharded_gemm.Terms, algorithm: str) -> None:
-        kind = str(a.dtype).removeprefix("torch.")
-        product = Product(kind, a, b, out, terms.bias, terms.residual)
+        precision = str(a.dtype).removeprefix("torch.")
+        product = Product(precision, a, b, out, terms.bias, terms.residual)
         launch(product, Config(SMALL, 2), generation=90, sms=2)
 
     monkeypatch.setattr(sharded_gemm, "gemm_into", run)

@@ -32,8 +32,8 @@ def multiply(
     a: Tensor, b: Tensor, slabs: int, generation: int, bias: Tensor | None = None
 ) -> Tensor:
     out = torch.full((len(a), len(b)), float("nan"))
-    kind = str(a.dtype).removeprefix("torch.")
-    launch_slabs(Product(kind, a, b, out, bias), slabs, generation=generation)
+    precision = str(a.dtype).removeprefix("torch.")
+    launch_slabs(Product(precision, a, b, out, bias), slabs, generation=generation)
     return out
 
 
@@ -105,7 +105,7 @@ def test_layers_have_the_same_bits_on_any_number_of_ranks(
 ) -> None:
     shapes: list[torch.Size] = []
 
-    def kind(a: Tensor) -> str:
+    def precision(a: Tensor) -> str:
         shapes.append(a.shape)
         return str(a.dtype).removeprefix("torch.")
 
@@ -116,7 +116,7 @@ def test_layers_have_the_same_bits_on_any_number_of_ranks(
             launch_slabs(*args, **options)
 
     monkeypatch.setattr(launch, "launch_slabs", one_at_a_time)
-    monkeypatch.setattr(slab_gemm, "_kind_on_gpu", kind)
+    monkeypatch.setattr(slab_gemm, "_precision_on_gpu", precision)
     monkeypatch.setattr(slab_gemm, "gpu_of", lambda device: SimpleNamespace(generation=80))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     up, down = nn.Linear(24, 128).to(dtype), nn.Linear(64, 24).to(dtype)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 LAYOUTS = ["forward", "grad_input", "grad_weight"]  # Those of kernels.layout.layout_of().
-DTYPES = {"tfloat32": torch.float32}  # Every other kind is named as its dtype.
+DTYPES = {"tfloat32": torch.float32}  # Every other precision is named as its dtype.
 
 
-def dtype_of(kind: str) -> torch.dtype:
-    found: torch.dtype = DTYPES.get(kind) or getattr(torch, kind)
+def dtype_of(precision: str) -> torch.dtype:
+    found: torch.dtype = DTYPES.get(precision) or getattr(torch, precision)
     return found
 
 
