@@ -1,9 +1,10 @@
 """The products of sharded layers, each of which chooses once how it is computed.
 
-On CPUs, a few rows without derivatives have their own kernel (``skinny_into``), whose time is
-that of reading the weight; the library computes all others. On GPUs see
-:mod:`pipekernels.ops.gemm`. A compiled program calls the operators at the end of this
-file, which make the same choice at run time, with the same bits.
+:func:`linear` is that of one rank, :func:`row_linear` that of a row-parallel layer, summed over the
+ranks. On CPUs, a few rows without derivatives have their own kernel, whose time is that of reading
+the weight: the functions ``skinny_...`` return None where it does not apply, and the library
+computes all others. On GPUs see :mod:`pipekernels.ops.gemm`. A compiled program calls the operators
+at the end of this file, which make the same choice at run time, with the same bits.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def skinny_partial(x: Tensor, weight: Tensor, slabs: int) -> Tensor | None:
 
 
 def may_be_skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether the kernel may apply: it need not, where memory, dtypes or shapes do not fit."""
+    """Whether :func:`skinny_into` may be called: that finds memory, dtypes and shapes that do not
+    fit."""
     if type(x) is not Tensor or not x.is_cpu or not is_bare(x, weight, bias):
         return False
     return bool(x.numel() <= _backend.load().SKINNY_ROWS * weight.shape[-1])
@@ -94,19 +96,29 @@ def is_bare(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return not (trained and torch.is_grad_enabled())
 
 
-SMALL_ROW = 1024  # Bytes.
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` of one rank, for ``[..., k]``, ``[n, k]`` and ``[n]``."""
-    y = skinny_linear(x, weight, bias)
-    if y is None:
-        y = compiled_linear(x, weight, bias)
-    return wide_linear(x, weight, bias) if y is None else y
+    y = native_linear(x, weight, bias)
+    return library_linear(x, weight, bias) if y is None else y
 
 
-def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """:func:`linear` for operands that :func:`skinny_linear` does not take."""
+def native_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """:func:`linear` without autograd: by the kernel for a few rows, or in a compiled program as
+    an operator, which chooses when it runs. None where autograd or autocast are to see the product,
+    and in programs for other devices than CPUs."""
+    if not torch.compiler.is_compiling():
+        return skinny_linear(x, weight, bias)
+    if type(x) is not Tensor or not x.is_cpu or torch.is_autocast_enabled("cpu"):
+        return None
+    trained = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if trained and torch.is_grad_enabled():
+        return None
+    result: Tensor = torch.ops.pipekernels.linear(x, weight, None, bias)
+    return result
+
+
+def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:func:`linear` where :func:`native_linear` does not apply."""
     if x.is_cuda:
         return sharded_gemm(x, weight, bias)
     is_plain = type(x) is Tensor and x.is_cpu and x.dtype == weight.dtype
@@ -117,30 +129,36 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return functional.linear(x, weight, bias)
 
 
-def skinny_all_reduce(x: Tensor, weight: Tensor, comm: Communicator) -> Tensor | None:
-    """:func:`linear_all_reduce` of a few rows by the kernel for them, whose bits are its own; None
+SMALL_ROW = 1024
+"""Bytes of a row up to which copying a result into symmetric memory is faster than allocating it
+there, where peers read it in place."""
+
+
+def skinny_row_linear(x: Tensor, weight: Tensor, comm: Communicator) -> Tensor | None:
+    """:func:`row_linear` of operands that pass :func:`may_be_skinny`, by :func:`skinny_into`; None
     where that does not apply."""
-    return _few_rows_all_reduce(x, weight, comm) if may_be_skinny(x, weight) else None
-
-
-def _few_rows_all_reduce(x: Tensor, weight: Tensor, comm: Communicator) -> Tensor | None:
     shape = (*x.shape[:-1], weight.shape[0])
-    # The peers read symmetric memory in place; copying a small result is faster than allocating it.
     is_small = weight.shape[0] * x.itemsize <= SMALL_ROW
     out = x.new_empty(shape) if is_small else comm.output(shape, x)
     return comm.all_reduce(out) if skinny_into(out, x, weight) else None
 
 
-def linear_all_reduce(x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) -> Tensor:
+def row_linear(
+    x: Tensor, weight: Tensor, comm: Communicator, scatter: bool, scale: Tensor | None = None
+) -> Tensor:
     """:func:`pipekernels.tensor_parallel.functional.row_linear` without autograd, of operands of
-    one dtype. A large result lies in memory that the peers read in place."""
-    if x.is_cpu and not scatter and x.numel() <= _backend.load().SKINNY_ROWS * weight.shape[1]:
-        y = _few_rows_all_reduce(x, weight, comm)
+    one dtype, or with a ``weight`` of int8 and its ``scale`` ``[n]``, float32."""
+    is_skinny = x.is_cpu and x.numel() <= _backend.load().SKINNY_ROWS * weight.shape[1]
+    if is_skinny and scale is None and not scatter:
+        y = skinny_row_linear(x, weight, comm)
         if y is not None:
             return y
+    # In memory that the peers read in place, so that the sum needs no copy.
     out = comm.output((*x.shape[:-1], weight.shape[0]), x)
     rows, product = (x, out) if x.dim() == 2 else (as_matrix(x), as_matrix(out))
-    if x.is_cuda:
+    if scale is not None:
+        int8_linear(rows, weight, scale, out=product)
+    elif x.is_cuda:
         gemm_into(product, rows, weight)
     elif x.is_cpu and is_emulated(x.dtype):
         blockwise_into(product, rows, weight)
@@ -149,25 +167,7 @@ def linear_all_reduce(x: Tensor, weight: Tensor, comm: Communicator, scatter: bo
     return comm.reduce_scatter(out) if scatter else sum_of_outputs(comm, out)
 
 
-def int8_all_reduce(
-    x: Tensor, weight: Tensor, scale: Tensor, comm: Communicator, scatter: bool
-) -> Tensor:
-    """:func:`linear_all_reduce` with a weight of int8, ``weight * scale``."""
-    out = comm.output((*x.shape[:-1], weight.shape[0]), x)
-    int8_linear(x, weight, scale, out=out)
-    return comm.reduce_scatter(out) if scatter else comm.all_reduce(out)
-
-
-def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """:func:`linear` as an operator in a compiled program; None where the compiler had better see
-    the product: with gradients, under autocast, and on other devices than CPUs."""
-    if not torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cpu:
-        return None
-    trained = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if (trained and torch.is_grad_enabled()) or torch.is_autocast_enabled("cpu"):
-        return None
-    result: Tensor = torch.ops.pipekernels.linear(x, weight, None, bias)
-    return result
+# ---- the operators of compiled programs ----
 
 
 def _linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -177,10 +177,7 @@ def _linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None
 def _row_linear(
     x: Tensor, weight: Tensor, scale: Tensor | None, handle: int, scatter: bool
 ) -> Tensor:
-    comm = Communicator.from_handle(handle)
-    if scale is not None:
-        return int8_all_reduce(x, weight, scale, comm, scatter)
-    return linear_all_reduce(x, weight, comm, scatter)
+    return row_linear(x, weight, Communicator.from_handle(handle), scatter, scale)
 
 
 def _linear_fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
@@ -201,11 +198,11 @@ def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tens
     """Define an operator. From torch 2.10 on the extension has kernels for CPU tensors, which need
     no Python for a few rows (``csrc/bindings/operators.cpp``), and call this one for all others."""
 
+    # The extension passes tensors as capsules, and takes the result as one.
     def call(*arguments: Any) -> Any:
-        is_plain = lambda each: each is None or isinstance(each, int)
-        return reference_to(
-            kernel(*[each if is_plain(each) else tensors_of([each])[0] for each in arguments])
-        )
+        numbers = (int, type(None))
+        values = [a if isinstance(a, numbers) else tensors_of([a])[0] for a in arguments]
+        return reference_to(kernel(*values))
 
     name = schema.partition("(")[0]
     _library.define(schema)

@@ -44,17 +44,9 @@ __all__ = [
     "vocab_parallel_cross_entropy",
 ]
 
-_IN_HUGGINGFACE = {
-    "TrainerMixin",
-    "adapt_accelerator",
-    "add_adapters",
-    "compile_decoding",
-    "load_pretrained",
-}
-
 
 def __getattr__(name: str) -> Any:
-    """Names that are importable from here but live in ``pipekernels.huggingface``, above this."""
-    if name in _IN_HUGGINGFACE:
+    """The names of ``__all__`` that live in ``pipekernels.huggingface``, above this room."""
+    if name in __all__:
         return getattr(import_module("pipekernels.huggingface"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -53,11 +53,10 @@ class ParallelMultiheadAttention(ShardedLayer):
     in_proj_bias: nn.Parameter | None
 
     def __init__(self, attention: nn.MultiheadAttention, comm: Communicator) -> None:
-        kind = type(attention)
-        if kind is not nn.MultiheadAttention:
+        if (found := type(attention)) is not nn.MultiheadAttention:
             raise TypeError(
                 "attention must be an nn.MultiheadAttention, got "
-                f"{kind.__module__}.{kind.__qualname__}"
+                f"{found.__module__}.{found.__qualname__}"
             )
         names = attention.state_dict().keys()
         if attention.add_zero_attn or names & {"q_proj_weight", "bias_k"}:
@@ -125,6 +124,7 @@ class ParallelMultiheadAttention(ShardedLayer):
         mask = self._mask(attn_mask, key_padding_mask, q)
         dropout = self.dropout if self.training else 0.0
         weights = None
+        # torch's kernel returns no weights: then they are computed one by one.
         if need_weights:
             scores = q @ k.transpose(-2, -1) / self.head_dim**0.5
             weights = (scores if mask is None else scores + mask).softmax(-1)
@@ -136,6 +136,7 @@ class ParallelMultiheadAttention(ShardedLayer):
         if is_batched and not self.batch_first:
             output = output.transpose(0, 1)
         output = self.out_proj(output if is_batched else output.squeeze(0))
+        # Each rank has the weights of its heads: the mean is a sum over ranks, all are a gather.
         if weights is not None:
             sizes = [held for _, held in self._spans]
             if average_attn_weights:
@@ -149,6 +150,7 @@ class ParallelMultiheadAttention(ShardedLayer):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Queries, keys and values of this rank's heads."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
+        # Self-attention: one product, and one all-reduce of the gradient.
         if query is key and key is value:
             x = copy_to_ranks(query, self.comm)
             projected = list(functional.linear(x, weight, bias).chunk(3, -1))
@@ -174,11 +176,10 @@ class ParallelMultiheadAttention(ShardedLayer):
         if attn is not None and attn.dim() == 3:
             attn = attn.unflatten(0, (batch, -1))
             attn = attn.narrow(1, self._first_head, self.num_heads)
-        masks = [attn]
         if padding is not None:
-            masks.append(padding.view(batch, 1, 1, -1))
-        added = [_as_numbers(mask, q.dtype) for mask in masks if mask is not None]
-        return None if not added else added[0] if len(added) == 1 else added[0] + added[1]
+            padding = padding.view(batch, 1, 1, -1)
+        added = [_as_numbers(mask, q.dtype) for mask in (attn, padding) if mask is not None]
+        return sum(added[1:], added[0]) if added else None
 
     def extra_repr(self) -> str:
         return (

@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 
 _NOTED = "_pipekernels_changes"
-_ABSENT = "absent"
+_ABSENT = ("absent",)
 
 
 def set_attribute(module: nn.Module, name: str, value: object) -> None:
     """Set an attribute that is not a parameter, buffer or module."""
-    before = vars(module).get(name, (_ABSENT,))
-    _noted(module).setdefault(name, before)
+    before = vars(module).get(name, _ABSENT)
+    vars(module).setdefault(_NOTED, {}).setdefault(name, before)
     setattr(module, name, value)
 
 
@@ -22,30 +22,25 @@ def add_forward_pre_hook(module: nn.Module, hook: Any, *, with_kwargs: bool = Fa
     """``module.register_forward_pre_hook``. If ``hook`` has a method ``release``, it is called with
     the module when the hook is removed."""
     handle = module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
-    _noted(module).setdefault("_forward_pre_hooks", []).append(handle.id)
+    vars(module).setdefault(_NOTED, {}).setdefault("_forward_pre_hooks", []).append(handle.id)
 
 
 def add_forward_hook(module: nn.Module, hook: Any, *, always_call: bool = False) -> None:
     """``module.register_forward_hook``."""
     handle = module.register_forward_hook(hook, always_call=always_call)
-    _noted(module).setdefault("_forward_hooks", []).append(handle.id)
+    vars(module).setdefault(_NOTED, {}).setdefault("_forward_hooks", []).append(handle.id)
 
 
 def undo_changes(module: nn.Module) -> None:
     """Undo what the functions above did to ``module``."""
     noted = vars(module).pop(_NOTED, {})
-    for kind in ("_forward_pre_hooks", "_forward_hooks"):
-        for key in noted.pop(kind, ()):
-            hook = getattr(module, kind).pop(key)
+    for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+        for key in noted.pop(hooks, ()):
+            hook = getattr(module, hooks).pop(key)
             if hasattr(hook, "release"):
                 hook.release(module)
     for name, before in noted.items():
-        if before == (_ABSENT,):
+        if before == _ABSENT:  # Equal, not the same: it may be a deep copy.
             delattr(module, name)
         else:
             setattr(module, name, before)
-
-
-def _noted(module: nn.Module) -> dict[str, Any]:
-    noted: dict[str, Any] = vars(module).setdefault(_NOTED, {})
-    return noted

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.invariant.plain import Plain, ShardGradient
+from pipekernels.tensor_parallel.data_parallel import as_full_tensor
+from pipekernels.tensor_parallel.invariant import ShardGradient, slab_norms
 from pipekernels.tensor_parallel.sharded import sharded_parameters
 
 
@@ -39,19 +40,24 @@ def clip_grad_norm_(
             "its parameters: its layers know which of them are sharded"
         )
     sharded = sharded_parameters(module)
-    groups: dict[tuple[type[Plain], Communicator | None], list[ShardGradient]] = {}
+    groups: dict[tuple[bool, Communicator | None], list[ShardGradient]] = {}
     for parameter in module.parameters():
         if parameter in sharded:  # Also without a gradient: every rank must join the all-gather.
             layer, name = sharded[parameter]
             blocks = [size for _, size in layer.spans(name)]
             counts = layer.shards.index(layer.shards[layer.rank]) == layer.rank
             shard = ShardGradient(parameter, layer.shard_dim(name), blocks, counts)
-            groups.setdefault((layer.arithmetic, layer.comm), []).append(shard)
+            groups.setdefault((layer.invariant, layer.comm), []).append(shard)
         elif parameter.grad is not None:
-            groups.setdefault((Plain, None), []).append(ShardGradient(parameter))
+            groups.setdefault((False, None), []).append(ShardGradient(parameter))
     norms = []
-    for (arithmetic, comm), shards in groups.items():
-        parts = arithmetic.norms(shards, norm_type, comm)
+    for (invariant, comm), shards in groups.items():
+        if invariant and comm is not None:
+            parts = slab_norms(shards, norm_type, comm)
+        else:
+            grads = [(shard.parameter, shard.parameter.grad, shard.counts) for shard in shards]
+            own = [p.new_zeros(()) if g is None or not counts else g for p, g, counts in grads]
+            parts = as_full_tensor(get_total_norm(own, norm_type))[None]
         if comm is not None:
             parts = torch.linalg.vector_norm(comm.all_gather(parts), norm_type)
         norms.append(parts.view(()))

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipekernels.comm import Communicator
 from pipekernels.ops.collectives import all_reduce
 from pipekernels.tensor_parallel.functional import reduce_from_ranks, shard_spans
-from pipekernels.tensor_parallel.invariant import arithmetic_of
+from pipekernels.tensor_parallel.invariant import check_invariant_column, sum_by_slabs
 
 
 def vocab_parallel_cross_entropy(
@@ -61,18 +61,16 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
-    arithmetic = arithmetic_of(invariant)
-    arithmetic.check_column([num_classes], comm)
+    if invariant:
+        check_invariant_column([num_classes], comm)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     ignored = target == ignore_index
     # A class that no rank has stays outside, so that gather fails.
     others = ((target >= 0) & (target < start)) | ((target >= start + own) & (target < num_classes))
     index = (target - start).where(~(others | ignored), 0)
-    if (
-        not (index.is_cuda or torch.compiler.is_compiling())
-        and ((index < 0) | (index >= own)).any()
-    ):
+    is_checked = not (index.is_cuda or torch.compiler.is_compiling())
+    if is_checked and ((index < 0) | (index >= own)).any():
         raise IndexError(
             f"targets must be classes, 0 to {num_classes - 1}, or ignore_index={ignore_index}; got "
             f"some from {target.min().item()} to {target.max().item()}"
@@ -80,14 +78,15 @@ def vocab_parallel_cross_entropy(
     largest = all_reduce(logits.detach().amax(-1), comm, "max")
     shifted = logits - largest.unsqueeze(-1)  # No exponential overflows.
     chosen = shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    terms = [arithmetic.sum_of_features(shifted.exp(), comm), chosen.masked_fill(others, 0)]
-    if label_smoothing:
-        terms.append(arithmetic.sum_of_features(shifted, comm))
-    total, chosen, *sums = reduce_from_ranks(torch.stack(terms), comm, order=arithmetic.order)
+    summands = [shifted.exp(), shifted] if label_smoothing else [shifted.exp()]
+    sums = [sum_by_slabs(x, comm) if invariant else x.sum(-1) for x in summands]
+    # One all-reduce for all sums, whose backward needs none.
+    parts = torch.stack([chosen.masked_fill(others, 0), *sums])
+    logit, total, *smoothed = reduce_from_ranks(parts, comm, "tree" if invariant else "rank")
     log_total = total.log()
-    loss: Tensor = log_total - chosen
+    loss: Tensor = log_total - logit
     if label_smoothing:
-        uniform = log_total - sums[0] / num_classes
+        uniform = log_total - smoothed[0] / num_classes
         loss = (1 - label_smoothing) * loss + label_smoothing * uniform
     loss = loss.masked_fill(ignored, 0)
     if reduction == "none":

@@ -31,8 +31,8 @@ def check_data_parallel(comm: Communicator) -> None:
     known = _checked.setdefault(ddp, set())
     if comm.handle in known:
         return
-    own = dist.get_rank()
-    peers = comm.all_gather(torch.tensor([own], device="cpu")).tolist()
+    # The ranks of ``comm``, as torch.distributed numbers them.
+    peers = comm.all_gather(torch.tensor([dist.get_rank()], device="cpu")).tolist()
     shared = sorted(set(peers) & set(dist.get_process_group_ranks(ddp.process_group)))
     if len(shared) > 1:
         raise RuntimeError(

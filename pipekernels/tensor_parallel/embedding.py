@@ -14,6 +14,7 @@ from pipekernels.device.streams import usable
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, is_embedding
 from pipekernels.tensor_parallel.functional import reduce_from_ranks
+from pipekernels.tensor_parallel.invariant import check_invariant_column
 from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 
@@ -94,7 +95,8 @@ class VocabParallelEmbedding(ShardedLayer):
 
     def _shard(self, full: nn.Embedding, comm: Communicator, invariant: bool) -> None:
         super().__init__(Sharding(comm, invariant=invariant))
-        self.arithmetic.check_column([full.num_embeddings], comm)
+        if invariant:
+            check_invariant_column([full.num_embeddings], comm)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(full, option):
                 raise ValueError(
@@ -151,7 +153,9 @@ class VocabParallelEmbedding(ShardedLayer):
                 f"{self._described()} has rows 0 to {self.num_embeddings - 1}, got indices from "
                 f"{input.min().item()} to {input.max().item()}"
             ) from error
-        found = self.arithmetic.looked_up(found.masked_fill(others.unsqueeze(-1), 0))
+        found = found.masked_fill(others.unsqueeze(-1), 0)
+        if self.invariant:
+            found = found + 0.0  # Peers add 0, which makes a 0 of -0; a single rank has none.
         found = reduce_from_ranks(found, self.comm)
         scale = self.embed_scale
         if scale is None:

@@ -76,9 +76,8 @@ class ParallelExperts(ShardedLayer):
         self.expert_parallel = expert_parallel
         self.is_routed = hasattr(experts, "has_gate")
         self.first = "gate_up_proj" if "gate_up_proj" in full else "up_proj"
-        self.is_transposed = full[self.first].shape[1] == full["down_proj"].shape[2]
-        if self.is_routed:
-            self.is_transposed = experts.is_transposed
+        is_flipped = full[self.first].shape[1] == full["down_proj"].shape[2]
+        self.is_transposed = experts.is_transposed if self.is_routed else is_flipped
         self.is_concatenated = getattr(experts, "is_concatenated", True)
         if getattr(experts, "has_post_expert_norm", False) or (
             expert_parallel and not self.is_routed
@@ -176,6 +175,8 @@ class ParallelExperts(ShardedLayer):
         tokens, count = chosen.shape
         experts = self.get_parameter(first).shape[0]
         flat = chosen.reshape(-1)
+        # ``order`` has the pairs of token and expert, of T K, that this rank computes. Those of a
+        # few tokens have their own kernel, which needs no sorting.
         if self.expert_parallel:
             flat = flat - shard_spans(self.num_experts, self.world_size)[self.rank][0]
             order = ((flat >= 0) & (flat < experts)).nonzero().squeeze(1)
@@ -186,7 +187,7 @@ class ParallelExperts(ShardedLayer):
                 y = y.view(tokens, count, -1) * weights.unsqueeze(-1)
                 return y.sum(1).to(x.dtype)
             order = torch.arange(len(flat), device=flat.device)
-        if y is None:
+        if y is None:  # Pairs of one expert one after another, as one product each.
             order = order[torch.argsort(flat[order], stable=True)]
             counts = torch.bincount(flat[order], minlength=experts)
             y = self._product(x[order // count], first, b1, counts)

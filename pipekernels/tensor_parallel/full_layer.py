@@ -16,7 +16,6 @@ REMEDY = (
     "handle.remove()), or leave this layer as it is"
 )
 
-
 _CLASSES_OF_TRANSFORMERS = {
     "transformers.pytorch_utils": "Conv1D",
     "transformers.models.falcon.modeling_falcon": "FalconLinear",  # Adds its bias separately.
@@ -25,16 +24,16 @@ _CLASSES_OF_TRANSFORMERS = {
 
 def linear_classes() -> tuple[type[nn.Module], ...]:
     """The classes of layers that can be sharded: ``nn.Linear``, ``Conv1D``, ``FalconLinear``."""
-    loaded = [(sys.modules.get(name), kind) for name, kind in _CLASSES_OF_TRANSFORMERS.items()]
-    return nn.Linear, *(getattr(module, kind) for module, kind in loaded if module is not None)
+    loaded = [(sys.modules.get(name), own) for name, own in _CLASSES_OF_TRANSFORMERS.items()]
+    return nn.Linear, *(getattr(module, own) for module, own in loaded if module is not None)
 
 
 def is_embedding(module: nn.Module) -> bool:
     """Whether ``module`` is an ``nn.Embedding``, perhaps with a scale, that can be sharded. Models
     may have other classes, which use more than the rows that they look up."""
-    kind = type(module)
-    is_scaled = isinstance(module, nn.Embedding) and kind.__name__.endswith("ScaledWordEmbedding")
-    return kind is nn.Embedding or (is_scaled and kind.__module__.startswith("transformers."))
+    own = type(module)
+    is_scaled = issubclass(own, nn.Embedding) and own.__name__.endswith("ScaledWordEmbedding")
+    return own is nn.Embedding or (is_scaled and own.__module__.startswith("transformers."))
 
 
 def features_of(linear: Any) -> tuple[int, int]:
@@ -74,13 +73,13 @@ def check_weights(layer: nn.Module) -> None:
         inner = type(parameter.data)
         if type(parameter) is nn.Parameter and inner is torch.Tensor:
             continue
-        kind = type(parameter) if inner is torch.Tensor else inner
-        order = "shard the model in floats, then call quantize_weights()"
-        if kind.__name__ == "DTensor":
-            order = "shard the model first, then call fully_shard() or distribute the rest"
+        found = type(parameter) if inner is torch.Tensor else inner
+        remedy = "shard the model in floats, then call quantize_weights()"
+        if found.__name__ == "DTensor":
+            remedy = "shard the model first, then call fully_shard() or distribute the rest"
         raise TypeError(
-            f"its {name} is a {kind.__module__}.{kind.__qualname__}, which cannot be cut here; "
-            f"{order}"
+            f"its {name} is a {found.__module__}.{found.__qualname__}, which cannot be cut here; "
+            f"{remedy}"
         )
 
 

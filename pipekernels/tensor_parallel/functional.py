@@ -35,16 +35,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn import functional
 
 from pipekernels import _backend
 from pipekernels._torch_private import needs_dispatcher
 from pipekernels.comm import Communicator
 from pipekernels.comm.tensors import check_rows
+from pipekernels.ops import linear as products
 from pipekernels.ops.collectives import all_gather, all_reduce
 from pipekernels.ops.dispatch import can_skip_dispatcher, check_differentiated_once
 from pipekernels.ops.gemm import as_matrix, sharded_gemm
-from pipekernels.ops.linear import linear_all_reduce
 from pipekernels.ops.micro_batch import micro_batch_sizes
 
 __all__ = [
@@ -97,12 +97,13 @@ def shard_spans(size: int, world_size: int, heads: Heads | None = None) -> list[
             f"cannot cut {size} features between {count} heads over {keys} heads of keys; give the "
             "numbers of heads in all, each of which divides the number before"
         )
-    group = count // keys
+    group = count // keys  # Spans are of heads first; the last line scales them to features.
     if keys >= world_size:
         spans = [(start * group, held * group) for start, held in shard_spans(keys, world_size)]
     else:
         if group > 1:
             check_heads(heads, world_size)
+        # The last keys have more ranks where these do not divide: the first ranks hold more heads.
         spans = []
         for key, ranks in enumerate(reversed(shard_sizes(world_size, keys))):
             parts = [(0, 1)] * ranks if group == 1 else shard_spans(group, ranks)
@@ -160,6 +161,12 @@ def gather_from_ranks(x: Tensor, comm: Communicator, size: int | Sequence[int]) 
     return _step(x, comm, sizes, _join_slices, _own_slice)
 
 
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator) -> Tensor:
+    """``x @ weight.T + bias`` of the replicated ``x``, for this rank's output features."""
+    y = products.native_linear(x, weight, bias)  # First: copy_to_ranks() would take as long.
+    return products.library_linear(copy_to_ranks(x, comm), weight, bias) if y is None else y
+
+
 def row_linear(x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool = False) -> Tensor:
     """``x @ weight.T``, summed over the ranks, each of which holds a part of the inner dimension.
 
@@ -179,29 +186,23 @@ def row_linear(x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool =
     """
     if scatter:
         check_rows(x, comm.world_size, dims=2)
-    # is_autocast_enabled("meta") raises.
-    device = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type
+    # x.device takes longer than x.is_cpu; is_autocast_enabled("meta") raises.
+    device = "cpu" if x.is_cpu else x.device.type
     is_cast = device != "meta" and torch.is_autocast_enabled(device)
     if is_cast and x.is_floating_point() and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
+    # Autograd, and the dispatcher, take as long as a small product.
     registered = needs_dispatcher() or not _backend.load().are_plain([x, weight])
     has_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not (registered or has_gradients):
-        return linear_all_reduce(x, weight, comm, scatter)
+        return products.row_linear(x, weight, comm, scatter)
     result: Tensor = _RowLinear.apply(x, weight, comm, scatter, registered)
     return result
 
 
-# A step on ``x``, and what its forward and its backward need: sizes, an order, or shards.
+# Of ``x``, the ranks, and what both directions of a step need: sizes, an order, or shards.
 _Transform: TypeAlias = Callable[[Tensor, Communicator, Any], Tensor]
-
-
-def _step(
-    x: Tensor, comm: Communicator, option: Any, forward: _Transform, backward: _Transform
-) -> Tensor:
-    result: Tensor = _Step.apply(x, comm, option, forward, backward)
-    return result
 
 
 class _Step(torch.autograd.Function):
@@ -221,6 +222,9 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_differentiated_once(_LAYERS)
         return ctx.transform(grad, ctx.comm, ctx.option), None, None, None, None
+
+
+_step: Callable[[Tensor, Communicator, Any, _Transform, _Transform], Tensor] = _Step.apply
 
 
 def _same(x: Tensor, comm: Communicator, _: Any) -> Tensor:
@@ -254,7 +258,7 @@ class _RowLinear(torch.autograd.Function):
         ctx.on_gpu = x.is_cuda  # In torch 2.6 a compiled backward cannot read x.is_cuda.
         ctx.save_for_backward(x, weight)
         if not registered:
-            return linear_all_reduce(x, weight, comm, scatter)
+            return products.row_linear(x, weight, comm, scatter)
         result: Tensor = torch.ops.pipekernels.row_linear(x, weight, None, comm.handle, scatter)
         return result
 
@@ -264,12 +268,13 @@ class _RowLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.scatter:
             grad = all_gather(grad, ctx.comm)
-        rows = as_matrix(grad)  # [rows, out_features]
+        rows = as_matrix(grad)  # [N, M]
+        multiply: Callable[..., Tensor] = sharded_gemm if ctx.on_gpu else functional.linear
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = _product(rows, weight.t(), ctx.on_gpu).view(x.shape)
+            grad_x = multiply(rows, weight.t()).view(x.shape)
         if ctx.needs_input_grad[1]:
-            grad_weight = _product(rows.t(), as_matrix(x).t(), ctx.on_gpu)
+            grad_weight = multiply(rows.t(), as_matrix(x).t())
         return grad_x, grad_weight, None, None, None
 
 
@@ -287,11 +292,6 @@ def _join_slices(x: Tensor, comm: Communicator, sizes: Sequence[int]) -> Tensor:
         )
     # All-gather needs equal shapes: narrower slices are padded.
     if x.shape[-1] < max(sizes):
-        x = pad(x, (0, max(sizes) - x.shape[-1]))
+        x = functional.pad(x, (0, max(sizes) - x.shape[-1]))
     slices = all_gather(x.unsqueeze(0), comm)
     return torch.cat([slices[r, ..., :width] for r, width in enumerate(sizes)], dim=-1)
-
-
-def _product(a: Tensor, b: Tensor, on_gpu: bool) -> Tensor:
-    """``a @ b.T`` for matrices."""
-    return sharded_gemm(a, b) if on_gpu else a @ b.t()

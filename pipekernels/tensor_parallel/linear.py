@@ -22,9 +22,9 @@ grad of x     all-reduce of ``[N, K]``     ``[N, K / R]``, no collective
 ============  ===========================  ===============================
 
 ``gather_output=True`` all-gathers y to ``[N, M]``, ``input_is_parallel=False`` takes the replicated
-``[N, K]``, and ``reduce="reduce_scatter"`` leaves ``[N / R, M]`` on each rank. How products are
-computed is chosen in ``ops.linear``; the order in which they are summed, in
-:mod:`pipekernels.tensor_parallel.invariant`.
+``[N, K]``, and ``reduce="reduce_scatter"`` leaves ``[N / R, M]`` on each rank. Forwards call
+``column_linear`` and ``row_linear`` of :mod:`pipekernels.tensor_parallel.functional`, or those of
+:mod:`pipekernels.tensor_parallel.invariant`; ``ops.linear`` computes the products.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch.nn.parameter import is_lazy
 from pipekernels._torch_private import active_ddp, dispatch_mode_count
 from pipekernels.comm import Communicator
 from pipekernels.device.streams import usable
-from pipekernels.ops.linear import linear
+from pipekernels.ops.linear import linear, may_be_skinny, skinny_linear, skinny_row_linear
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
@@ -51,10 +51,18 @@ from pipekernels.tensor_parallel.full_layer import (
 from pipekernels.tensor_parallel.functional import (
     Heads,
     check_heads,
+    column_linear,
     copy_to_holders,
     copy_to_ranks,
     gather_from_ranks,
+    row_linear,
     scatter_to_ranks,
+)
+from pipekernels.tensor_parallel.invariant import (
+    check_invariant_column,
+    check_invariant_row,
+    invariant_column_linear,
+    invariant_row_linear,
 )
 from pipekernels.tensor_parallel.partial_gradients import check_gradients, mark_column_output
 from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
@@ -187,8 +195,7 @@ class RowParallelLinear(ShardedLinear):
             ``skip_bias_add=True``.
         skip_bias_add: return ``(output, bias)`` without adding the bias, for a later fused add.
         invariant: the same bits on 1, 2, 4 and 8 ranks (:doc:`/guides/invariance`).
-        device: of the parameters.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
 
     Attributes:
         weight: ``[out_features, in_features / world_size]``, ``nn.Linear``'s layout.
@@ -234,10 +241,12 @@ class RowParallelLinear(ShardedLinear):
         sharding = Sharding(comm, heads=heads, invariant=invariant)
         super().__init__(full, sharding, skip_bias_add=skip_bias_add)
         check_heads(heads, comm.world_size)
-        self.arithmetic.check_row(in_features, comm, reduce, bias=bias, heads=heads)
+        if invariant:
+            check_invariant_row(in_features, comm, reduce, bias=bias, heads=heads)
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce
-        self._may_be_skinny = input_is_parallel and reduce == "all_reduce"
+        # The kernel for a few rows has another order of sums.
+        self._tries_few_rows = input_is_parallel and reduce == "all_reduce" and not invariant
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to ``x``: see the class for the shapes."""
@@ -245,9 +254,10 @@ class RowParallelLinear(ShardedLinear):
         if not compiling and active_ddp() is not None:
             check_data_parallel(self.comm)
         weight: Tensor = self.weight.t() if self.is_transposed else self.weight
+        # A few rows first: the checks below would take as long as their product.
         trains = weight.requires_grad and torch.is_grad_enabled()
-        skinny = self._may_be_skinny and not (compiling or trains)
-        y = self.arithmetic.skinny_all_reduce(x, weight, self.comm) if skinny else None
+        tried = self._tries_few_rows and not (compiling or trains) and may_be_skinny(x, weight)
+        y = skinny_row_linear(x, weight, self.comm) if tried else None
         if y is None:
             y = self._product(x, weight)
         bias: Tensor | None = self.bias
@@ -255,7 +265,12 @@ class RowParallelLinear(ShardedLinear):
             bias = copy_to_ranks(bias, self.comm)  # Its gradient is that of all rows.
         if self.skip_bias_add:
             return y, bias
-        return y if bias is None else _with_bias(y, bias)
+        if bias is None:
+            return y
+        # Selective checkpointing, a dispatch mode, may keep y; a subclass is a view of the product.
+        if type(y) is Tensor and not compiling and dispatch_mode_count() == 0:
+            return y.add_(bias)
+        return (y + bias).to(y.dtype)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         features = weight.shape[1] if self.input_is_parallel else self.in_features
@@ -268,8 +283,8 @@ class RowParallelLinear(ShardedLinear):
             x.register_hook(self._check_gradients)
         if self.reduce == "none":
             return linear(x, weight)
-        scatter = self.reduce == "reduce_scatter"
-        return self.arithmetic.row_linear(x, weight, self.comm, scatter=scatter)
+        step = invariant_row_linear if self.invariant else row_linear
+        return step(x, weight, self.comm, scatter=self.reduce == "reduce_scatter")
 
     def _check_gradients(self, _: Tensor) -> None:
         if not self._gradients_are_checked:
@@ -338,7 +353,8 @@ class ColumnParallelLinear(ShardedLinear):
         full = nn.Linear(in_features, out_features, bias, home, dtype)
         sharding = Sharding(comm, blocks or (), heads, invariant)
         super().__init__(full, sharding, skip_bias_add=skip_bias_add)
-        self.arithmetic.check_column(blocks or [out_features], comm, heads=heads)
+        if invariant:
+            check_invariant_column(blocks or [out_features], comm, heads=heads)
         self.gather_output = gather_output
         self.is_shared = len(set(self.shards)) < comm.world_size
         self._own_blocks = [size for _, size in self.spans("weight")]
@@ -350,20 +366,26 @@ class ColumnParallelLinear(ShardedLinear):
             check_data_parallel(self.comm)
         weight: Tensor = self.weight.t() if self.is_transposed else self.weight
         bias: Tensor | None = self.bias
-        if not (compiling or self.skip_bias_add or self.gather_output):
-            y = self.arithmetic.skinny_linear(x, weight, bias)
+        # A few rows first, as in the row-parallel layer.
+        if not (compiling or self.skip_bias_add or self.gather_output or self.invariant):
+            y = skinny_linear(x, weight, bias)
             if y is not None:
                 return y
         self._check_input(x, weight, self.in_features)
+        # Ranks that hold the same heads sum the gradients of their shard.
         if self.is_shared:
             weight = copy_to_holders(weight, self.comm, self.shards)
             if bias is not None:
                 bias = copy_to_holders(bias, self.comm, self.shards)
         added = None if self.skip_bias_add else bias
-        y = self.arithmetic.column_linear(x, weight, added, self.comm, self._own_blocks)
+        if self.invariant:
+            y = invariant_column_linear(x, weight, added, self.comm, self._own_blocks)
+        else:
+            y = column_linear(x, weight, added, self.comm)
         if self.gather_output:
             y = gather_from_ranks(y, self.comm, self.out_features)
-        if y.requires_grad and not torch.compiler.is_compiling():
+        # A row-parallel layer checks gradients up to here.
+        if y.requires_grad and not compiling:
             mark_column_output(y, bias)
         if not self.skip_bias_add:
             return y
@@ -373,11 +395,3 @@ class ColumnParallelLinear(ShardedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather_output={self.gather_output}"
-
-
-def _with_bias(y: Tensor, bias: Tensor) -> Tensor:
-    """``y + bias``, in place where that is safe: selective checkpointing may keep ``y``, and a
-    tensor subclass is a view of the product."""
-    if type(y) is Tensor and not torch.compiler.is_compiling() and dispatch_mode_count() == 0:
-        return y.add_(bias)
-    return (y + bias).to(y.dtype)

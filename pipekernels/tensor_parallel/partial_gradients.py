@@ -17,17 +17,17 @@ from pipekernels._torch_private import current_node, has_hooks
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
 from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans
-from pipekernels.tensor_parallel.invariant import Plain
+from pipekernels.tensor_parallel.invariant import exact_gradients
 
 _OUTPUT_OF_COLUMNS = "pipekernels: output of a column-parallel layer"
-# In the __dict__ of parameters, which a Pipe's aliases share.
+# In the __dict__ of parameters, which a Pipe's parameter copies share.
 _SUMMED = "_pipekernels_gradient_is_summed"
 _SHARDED = "_pipekernels_is_sharded"
 
 
-def sum_gradients(module: nn.Module, comm: Communicator, arithmetic: type[Plain]) -> None:
+def sum_gradients(module: nn.Module, comm: Communicator, invariant: bool) -> None:
     """Sum the gradients of the parameters of ``module`` over the ranks, in every backward."""
-    gradient_sum = arithmetic.gradient_sum(comm)
+    exact_sum = exact_gradients(comm) if invariant else None
 
     # Functions: deepcopy leaves them as they are, so a copied model shares the communicator.
     def sum_of_ranks(grad: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def sum_gradients(module: nn.Module, comm: Communicator, arithmetic: type[Plain]
             return
         for parameter in module.parameters():
             if parameter.requires_grad and _SUMMED not in parameter.__dict__:
-                handle = None if gradient_sum else parameter.register_hook(sum_of_ranks)
+                handle = None if exact_sum else parameter.register_hook(sum_of_ranks)
                 parameter.__dict__[_SUMMED] = handle
 
     def release(module: nn.Module) -> None:
@@ -53,8 +53,8 @@ def sum_gradients(module: nn.Module, comm: Communicator, arithmetic: type[Plain]
     hook.release = release
     hook(module)
     add_forward_pre_hook(module, hook)
-    if gradient_sum is not None:
-        add_forward_hook(module, gradient_sum)
+    if exact_sum is not None:
+        add_forward_hook(module, exact_sum)
 
 
 def split_output(module: nn.Module, comm: Communicator, heads: Heads | None) -> None:
@@ -67,7 +67,7 @@ def split_output(module: nn.Module, comm: Communicator, heads: Heads | None) -> 
 
 
 def split_parameters(
-    module: nn.Module, comm: Communicator, arithmetic: type[Plain], heads: Heads | None = None
+    module: nn.Module, comm: Communicator, invariant: bool, heads: Heads | None = None
 ) -> None:
     """Let the forward of ``module`` see this rank's part of each of its own parameters, along the
     first dimension of more than one element, which counts heads. The whole ones are few elements,
@@ -104,6 +104,7 @@ def check_gradients(layer: str) -> None:
     """Raise RuntimeError if a replicated parameter without hooks is between column-parallel layers
     and the row-parallel one that is called ``layer``. Called in a hook on the input of the latter.
     """
+    # From the input of the row-parallel layer through the graph, up to column-parallel outputs.
     stack: list[Any] = [current_node()]
     seen = set(stack)
     while stack:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
@@ -15,7 +15,6 @@ from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor, distributed_like
 from pipekernels.tensor_parallel.full_layer import REMEDY
 from pipekernels.tensor_parallel.functional import Heads, gather_from_ranks, shard_spans, shares
-from pipekernels.tensor_parallel.invariant import arithmetic_of
 
 
 class Sharding(NamedTuple):
@@ -35,7 +34,6 @@ class ShardedLayer(nn.Module):
         rank, world_size: of the communicator.
         shards: for each rank, the number of its shard; several ranks may hold the same.
         name: of the layer in its model, for errors.
-        arithmetic: how it computes: plain, or invariant.
     """
 
     # Parameter name -> its sharded dimension in the full layer; others are replicated.
@@ -61,7 +59,6 @@ class ShardedLayer(nn.Module):
             spans = shard_spans(heads[0], comm.world_size, heads)
             self.shards = list(map(sorted(set(spans)).index, spans))
         self.invariant = invariant
-        self.arithmetic = arithmetic_of(invariant)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The shape that the parameter ``name`` of the full layer has."""
@@ -100,7 +97,11 @@ class ShardedLayer(nn.Module):
         blocks = self.blocks or (self.full_shape(name)[dim],)
         own = [size for _, size in self.spans(name)]
         parts = as_full_tensor(part).movedim(dim, -1).split(own, -1)
-        joined = [s for args in zip(parts, blocks, strict=True) for s in self._all_shards(*args)]
+        joined: list[Tensor] = []
+        for own_part, size in zip(parts, blocks, strict=True):
+            sizes = shares(size, self.world_size, self.heads)
+            by_rank = gather_from_ranks(own_part, self.comm, sizes).split(sizes, -1)
+            joined += dict(zip(self.shards, by_rank, strict=True)).values()  # Of each shard, one.
         return torch.cat(joined, -1).movedim(-1, dim).contiguous()
 
     def shard(self, name: str, full: Tensor) -> Tensor:
@@ -146,11 +147,6 @@ class ShardedLayer(nn.Module):
     def _described(self) -> str:
         """Class and name, for errors."""
         return type(self).__name__ + (f" {self.name!r}" if self.name else "")
-
-    def _all_shards(self, part: Tensor, size: int) -> Iterable[Tensor]:
-        sizes = shares(size, self.world_size, self.heads)
-        parts = gather_from_ranks(part, self.comm, sizes).split(sizes, -1)
-        return dict(zip(self.shards, parts, strict=True)).values()  # Of each shard, one.
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

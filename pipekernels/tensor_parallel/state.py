@@ -74,6 +74,7 @@ def full_optimizer_state_dict(
     packed = optimizer.state_dict()
     groups = copy.deepcopy(packed["param_groups"])
     state = {}
+    # torch numbers parameters in the order of the groups; the result has names in their place.
     for group, own in zip(groups, optimizer.param_groups, strict=True):
         for index, parameter in zip(group["params"], own["params"], strict=True):
             if index in packed["state"]:

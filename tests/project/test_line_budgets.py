@@ -27,7 +27,7 @@ BUDGETS = {
     "pipekernels/pipeline/spmd": 460,
     "pipekernels/tensor_parallel": 2_280,
     "pipekernels/tensor_parallel/int8": 330,
-    "pipekernels/tensor_parallel/invariant": 620,
+    "pipekernels/tensor_parallel/invariant": 550,
     "pipekernels/tensor_parallel/plan": 1_270,
     "pipekernels/triton_kernels": 680,
     "tests": 23_970,

@@ -20,7 +20,7 @@ from pipekernels import (
     RowParallelLinear,
     tensor_parallelize,
 )
-from pipekernels.ops.linear import linear, linear_all_reduce
+from pipekernels.ops.linear import linear, row_linear
 from pipekernels.tensor_parallel.int8.layers import Int8Linear
 
 registered = torch.ops.pipekernels
@@ -54,7 +54,7 @@ def test_operators_have_the_bits_of_eager_products(
             y = registered.linear(x, each, None, added)
             assert torch.equal(y, linear(x, each, added)) and y.is_contiguous()
         y = registered.row_linear(x, each, None, comm.handle, False)
-        assert torch.equal(y, linear_all_reduce(x, each, comm, False))
+        assert torch.equal(y, row_linear(x, each, comm, False))
     negated = registered.linear(torch._neg_view(x), weight, None, None)  # Has other elements.
     assert torch.equal(negated, linear(-x, weight))
     # Ranks may compute in different ways.

@@ -48,7 +48,7 @@ def test_16_bit_floats_without_instructions_are_multiplied_in_float32(
     comm = Communicator.threads(1)[0]
     with torch.no_grad():
         rounded(products.linear(x, weight, bias).double(), exact + bias)
-        rounded(products.linear_all_reduce(x, weight, comm, False).double(), exact)
+        rounded(products.row_linear(x, weight, comm, False).double(), exact)
     weight.requires_grad_()
     products.linear(x, weight).sum().backward()
     assert weight.grad is not None

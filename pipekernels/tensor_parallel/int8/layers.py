@@ -18,13 +18,10 @@ from pipekernels.ops.int8_linear import (
     int8_linear,
     int8_of,
 )
-from pipekernels.ops.linear import int8_all_reduce
+from pipekernels.ops.linear import row_linear
 from pipekernels.tensor_parallel.experts import ParallelExperts
 from pipekernels.tensor_parallel.full_layer import full_layer
-from pipekernels.tensor_parallel.functional import (
-    gather_from_ranks,
-    scatter_to_ranks,
-)
+from pipekernels.tensor_parallel.functional import gather_from_ranks, scatter_to_ranks
 from pipekernels.tensor_parallel.linear import RowParallelLinear, ShardedLinear
 from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
@@ -115,9 +112,10 @@ class Int8Linear(_Int8Layer):
                 f"{weight.shape[1]} features on {weight.device}, got a tensor of shape "
                 f"{tuple(x.shape)} on {x.device}"
             )
+        # A row-parallel layer adds its bias after the sum over ranks, as the float layer does.
         fused = None if self.is_row or self.skip_bias_add else bias
         compiling, scatter = torch.compiler.is_compiling(), self.reduce == "reduce_scatter"
-        if compiling:
+        if compiling:  # The operators have no derivatives, and would return none without an error.
             check_no_gradients(x)
         if self.reduce == "none":
             product = torch.ops.pipekernels.linear if compiling else int8_linear
@@ -126,7 +124,7 @@ class Int8Linear(_Int8Layer):
             handle = self.comm.handle
             y = torch.ops.pipekernels.row_linear(x, weight, self.scale, handle, scatter)
         else:
-            y = int8_all_reduce(x, weight, self.scale, self.comm, scatter)
+            y = row_linear(x, weight, self.comm, scatter, self.scale)
         if self.gather_output:
             y = gather_from_ranks(y, self.comm, self.out_features)
         if self.skip_bias_add:
@@ -171,6 +169,7 @@ class Int8Experts(_Int8Layer, ParallelExperts):
         self.hidden_size, self.inner_size = layer.hidden_size, layer.inner_size
         self.name = layer.name
         self.float_dtype = layer.get_parameter("down_proj").dtype
+        # Matrices lie as the kernel for a few rows reads them, each with a scale.
         self._full_shapes = {
             name: (shape[0], *shape[:0:-1]) if self.was_transposed and len(shape) == 3 else shape
             for name, shape in layer._full_shapes.items()
@@ -180,11 +179,12 @@ class Int8Experts(_Int8Layer, ParallelExperts):
         }
         self.shard_dims = self._sharded_dims()  # type: ignore[misc]
         for name, parameter in layer._plain_parameters().items():
-            if parameter.dim() != 3:
+            if parameter.dim() != 3:  # A bias.
                 self.register_parameter(name, parameter)
                 continue
             weight = parameter.detach()
             weight = weight.transpose(1, 2) if self.was_transposed else weight
+            # Where the inner dimension is sharded, a scale is that of the rows of all ranks.
             is_cut = name == "down_proj" and not self.expert_parallel
             scale = _scale(weight, self.comm if is_cut else None)
             self.register_parameter(name, _frozen(int8_of(weight, scale).contiguous()))

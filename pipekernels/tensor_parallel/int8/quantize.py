@@ -52,6 +52,7 @@ def quantize_weights(model: Model) -> Model:
             )
         if is_hooked(layer):
             raise TypeError(f"{layer._described()} has hooks, which would be lost; {REMEDY}")
+    # New layers, so that nothing has changed if one cannot be made; they replace the old at once.
     _check_finite(layers)
     replaced: dict[nn.Module, ShardedLayer] = {
         layer: Int8Linear(layer) if isinstance(layer, ShardedLinear) else Int8Experts(layer)
@@ -70,6 +71,7 @@ def _check_finite(layers: list[Any]) -> None:
         not all(bool(p.isfinite().all()) for p in layer._plain_parameters().values())
         for layer in layers
     ]
+    # For each communicator a flag per layer, false for those of others: its place is the layer's.
     for comm in dict.fromkeys(layer.comm for layer in layers):
         flags = [flag and layer.comm is comm for flag, layer in zip(bad, layers, strict=True)]
         on_any = comm.all_gather(torch.tensor([flags], device="cpu")).any(0).tolist()

@@ -1,10 +1,10 @@
-"""The arithmetic that has the same bits on any number of ranks; see the package's docstring."""
+"""Products, sums and norms that have the same bits on any number of ranks; see the package."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +16,10 @@ from pipekernels.ops.linear import skinny_linear, skinny_partial
 from pipekernels.ops.slab_gemm import slab_gemm
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor
 from pipekernels.tensor_parallel.functional import Heads
-from pipekernels.tensor_parallel.invariant.exact_sums import check_own_parameters, exact_gradients
-from pipekernels.tensor_parallel.invariant.plain import Plain, ShardGradient
 from pipekernels.tensor_parallel.invariant.slabs import (
     SLABS,
     check_eager,
     check_slabs,
-    check_width,
-    has_slabs,
     product_by_rows,
     slabs_of,
     sum_of_ranks,
@@ -34,90 +30,84 @@ from pipekernels.tensor_parallel.invariant.slabs import (
 _LAYERS = "an invariant layer"  # For errors.
 
 
-class Invariant(Plain):
-    """Products by slabs, and sums in the order of one tree."""
+class ShardGradient(NamedTuple):
+    """The gradient of this rank's shard of a parameter."""
 
-    order = "tree"
-
-    @staticmethod
-    def _no_product(*args: Any) -> None:
-        """Kernels for a few rows have another order of sums."""
-
-    skinny_linear = skinny_all_reduce = _no_product
-    check_activations = staticmethod(check_width)
-    check_shared = staticmethod(check_own_parameters)
-    can_shard = staticmethod(has_slabs)
-    gradient_sum = staticmethod(exact_gradients)
-
-    @staticmethod
-    def check_row(
-        size: int, comm: Communicator, reduce: str, *, bias: bool, heads: Heads | None
-    ) -> None:
-        if reduce == "none":
-            raise ValueError(
-                "reduce='none' returns partial sums, which differ with the number of ranks; "
-                "invariant=True needs 'all_reduce' or 'reduce_scatter'"
-            )
-        if reduce == "reduce_scatter" and bias:
-            raise ValueError(
-                "reduce='reduce_scatter' with a bias: the sum of its gradient over the rows of all "
-                "ranks depends on their number; invariant=True needs bias=False, or 'all_reduce'"
-            )
-        Invariant.check_column([size], comm, heads=heads)
-
-    @staticmethod
-    def check_column(
-        blocks: Sequence[int], comm: Communicator, *, heads: Heads | None = None
-    ) -> None:
-        if heads is not None and heads[1] % comm.world_size:
-            raise ValueError(
-                f"invariant=True needs as many heads of keys on each rank, of its own, but "
-                f"{comm.world_size} ranks do not divide {heads[1]}; use a number of ranks that does"
-            )
-        check_slabs(blocks, comm.world_size)
-
-    @staticmethod
-    def row_linear(
-        x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool = False
-    ) -> Tensor:
-        """RuntimeError under ``torch.compile``, or ``torch.func``'s transforms."""
-        check_eager()
-        x, weight = _as_autocast([x, weight])
-        result: Tensor = _RowLinear.apply(x, weight, comm, scatter)
-        return result
-
-    @staticmethod
-    def column_linear(
-        x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator, blocks: Sequence[int]
-    ) -> Tensor:
-        """RuntimeError under ``torch.compile``, or ``torch.func``'s transforms."""
-        check_eager()
-        x, weight, *biases = _as_autocast([x, weight] if bias is None else [x, weight, bias])
-        added = biases[0] if biases else None
-        result: Tensor = _ColumnLinear.apply(x, weight, added, comm, blocks)
-        return result
-
-    @staticmethod
-    def looked_up(rows: Tensor) -> Tensor:
-        return rows + 0.0  # Peers add 0, which makes a 0 of -0.
-
-    @staticmethod
-    def sum_of_features(x: Tensor, comm: Communicator) -> Tensor:
-        return tree_sum(x.unflatten(-1, (SLABS // comm.world_size, -1)).sum(-1).unbind(-1))
-
-    @staticmethod
-    def norms(
-        shards: Sequence[ShardGradient], norm_type: float, comm: Communicator | None
-    ) -> Tensor:
-        """``[SLABS / world_size, parameters]``."""
-        assert comm is not None
-        return torch.stack([_slab_norms(shard, norm_type, comm) for shard in shards], 1)
+    parameter: Tensor
+    dim: int = 0  # That is sharded.
+    blocks: Sequence[int] = ()  # How many features of each fused layer this rank has.
+    counts: bool = True  # Whether this rank is the first that holds the shard.
 
 
-def _slab_norms(shard: ShardGradient, norm_type: float, comm: Communicator) -> Tensor:
+def check_invariant_row(
+    size: int, comm: Communicator, reduce: str, *, bias: bool, heads: Heads | None
+) -> None:
+    """Raise ValueError unless a row-parallel layer of ``size`` input features can be invariant."""
+    if reduce == "none":
+        raise ValueError(
+            "reduce='none' returns partial sums, which differ with the number of ranks; "
+            "invariant=True needs 'all_reduce' or 'reduce_scatter'"
+        )
+    if reduce == "reduce_scatter" and bias:
+        raise ValueError(
+            "reduce='reduce_scatter' with a bias: the sum of its gradient over the rows of all "
+            "ranks depends on their number; invariant=True needs bias=False, or 'all_reduce'"
+        )
+    check_invariant_column([size], comm, heads=heads)
+
+
+def check_invariant_column(
+    blocks: Sequence[int], comm: Communicator, *, heads: Heads | None = None
+) -> None:
+    """Raise ValueError unless a layer can be invariant whose fused layers have ``blocks`` output
+    features, or heads."""
+    if heads is not None and heads[1] % comm.world_size:
+        raise ValueError(
+            f"invariant=True needs as many heads of keys on each rank, of its own, but "
+            f"{comm.world_size} ranks do not divide {heads[1]}; use a number of ranks that does"
+        )
+    check_slabs(blocks, comm.world_size)
+
+
+def invariant_row_linear(
+    x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool = False
+) -> Tensor:
+    """:func:`pipekernels.tensor_parallel.functional.row_linear`, summed over slabs. RuntimeError
+    under ``torch.compile``, or ``torch.func``'s transforms."""
+    check_eager()
+    x, weight = _as_autocast([x, weight])
+    result: Tensor = _RowLinear.apply(x, weight, comm, scatter)
+    return result
+
+
+def invariant_column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator, blocks: Sequence[int]
+) -> Tensor:
+    """:func:`pipekernels.tensor_parallel.functional.column_linear`, slab by slab; each fused layer
+    has as many features here as ``blocks`` says. Errors as for :func:`invariant_row_linear`."""
+    check_eager()
+    x, weight, *biases = _as_autocast([x, weight] if bias is None else [x, weight, bias])
+    added = biases[0] if biases else None
+    result: Tensor = _ColumnLinear.apply(x, weight, added, comm, blocks)
+    return result
+
+
+def sum_by_slabs(x: Tensor, comm: Communicator) -> Tensor:
+    """The sum over this rank's part of the last dimension, as a subtree of that of all ranks."""
+    return tree_sum(x.unflatten(-1, (SLABS // comm.world_size, -1)).sum(-1).unbind(-1))
+
+
+def slab_norms(shards: Sequence[ShardGradient], norm_type: float, comm: Communicator) -> Tensor:
+    """Norms of this rank's gradients by slabs, ``[SLABS / world_size, parameters]``: those of all
+    ranks have the norm of the full gradients."""
+    return torch.stack([_norms_of(shard, norm_type, comm) for shard in shards], 1)
+
+
+def _norms_of(shard: ShardGradient, norm_type: float, comm: Communicator) -> Tensor:
+    """By slabs. Of fused layers, a slab has a part of each: the norm of the norms of its parts."""
     grad = shard.parameter.grad
-    grad = torch.zeros_like(shard.parameter) if grad is None else as_full_tensor(grad)
-    rows = grad.movedim(shard.dim, 0)
+    full = torch.zeros_like(shard.parameter) if grad is None else as_full_tensor(grad)
+    rows = full.movedim(shard.dim, 0)
 
     def norm(tensor: Tensor) -> Tensor:
         result: Tensor = torch.linalg.vector_norm(tensor, norm_type)
@@ -151,6 +141,7 @@ class _RowLinear(torch.autograd.Function):
         ctx.comm, ctx.scatter = comm, scatter
         ctx.save_for_backward(x, weight)
         shape = (*x.shape[:-1], weight.shape[0])
+        # Of any strides, the library might choose its kernel by them.
         x = x.contiguous()
         partial = skinny_partial(x, weight, SLABS // comm.world_size)
         if partial is None:
@@ -166,8 +157,9 @@ class _RowLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.scatter:
             grad = ctx.comm.all_gather(grad)
-        rows = as_matrix(grad)  # [rows, out_features]
-        flat = as_matrix(x)
+        # The sharded features are rows of both products: each slab of them is a product by itself.
+        rows = as_matrix(grad)  # [N, M]
+        flat = as_matrix(x)  # [N, K / R]
         [slabs] = slabs_of([x.shape[-1]], ctx.comm.world_size)
         grad_x = grad_weight = None
         with _exactly(x):
@@ -204,6 +196,7 @@ class _ColumnLinear(torch.autograd.Function):
         check_differentiated_once(_LAYERS)
         x, weight = ctx.saved_tensors
         rows, flat = grad.reshape(-1, weight.shape[0]), x.reshape(-1, x.shape[-1])
+        # The gradient of x is a sum over the sharded features, slab by slab over all fused layers.
         # Copies, as a kernel might choose its way by the distance between rows.
         pieces = [
             [(part, rows[:, part].contiguous()) for part in block]
@@ -215,6 +208,7 @@ class _ColumnLinear(torch.autograd.Function):
                 of_slabs = zip(*pieces, strict=True)
                 partial = tree_sum(_sum_of_blocks(slab, weight) for slab in of_slabs)
                 grad_x = sum_of_ranks(partial, ctx.comm).to(x.dtype).view(x.shape)
+            # Those of weight and bias have a row for each feature, and no sum over them.
             flattened = [piece for block in pieces for _, piece in block]
             if ctx.needs_input_grad[1]:
                 grad_weight = slab_gemm(rows.t(), flat.t())

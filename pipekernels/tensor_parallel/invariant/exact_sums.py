@@ -30,11 +30,13 @@ def exact_sum(terms: Tensor, comm: Communicator) -> Tensor:
     Its error is at most ``n * world_size`` roundings to ``62 - log2(n * world_size)`` bits of the
     largest term; NaN if a term is not finite.
     """
+    # So many bits for a term that the sum of all terms does not overflow.
     bits = _BITS - (terms.shape[0] * comm.world_size).bit_length()
     own = terms.abs().amax() if terms.numel() else terms.new_zeros(())
     largest = comm.all_reduce(own.double().view(1), "max")
     power = largest / (2 * torch.frexp(largest).mantissa)  # Of two, and at most `largest`.
     power = power.where(largest > 0, 1.0)
+    # In units of the last of these bits, of the largest term of all ranks.
     units = (terms.double() / power * 2.0 ** (bits - 1)).round().long()
     total = comm.all_reduce(units.sum(0)).double() * 2.0 ** (1 - bits) * power
     return total.where(largest.isfinite(), torch.nan)
@@ -98,6 +100,8 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_differentiated_once("a module with invariant=True")
+        # The forward again, from the saved input and in the same autocast, on a copy of the module
+        # in whose ``_parameters`` each row has its own.
         x, *parameters = ctx.saved_tensors
         x = x.detach().requires_grad_()
         enabled, dtype = ctx.autocast
@@ -115,6 +119,7 @@ class _Rows(torch.autograd.Function):
                     f"every row, but: {error}; apply them in a separate operation, freeze "
                     "them by .requires_grad_(False), or do without invariant"
                 ) from error
+        # The gradients of the rows' parameters are the terms.
         grad_x, *terms = torch.autograd.grad(output, [x, *rows], grad)
         sums = (
             exact_sum(t.reshape(-1, *p.shape), ctx.comm).to(p.dtype)

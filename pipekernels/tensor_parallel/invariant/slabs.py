@@ -81,6 +81,7 @@ def slabs_of(blocks: Sequence[int], world_size: int) -> Iterator[list[slice]]:
 
 def tree_sum(terms: Iterable[Tensor]) -> Tensor:
     """The sum of a power of two of tensors, by a binary tree."""
+    # As a binary counter carries: the stack has sums of 1, 2, 4, ... terms, the smallest on top.
     stack: list[Tensor] = []
     for count, term in enumerate(terms, 1):
         while count % 2 == 0:
@@ -122,7 +123,8 @@ def product_by_rows(
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Products of 16-bit numbers are exact in float32."""
+    """``a @ b`` in float32 or float64."""
+    # Products of two 16-bit numbers are exact in float32; torch.mm rounds to their dtype.
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     if a.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):  # torch 2.8

@@ -54,6 +54,7 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
             "write one that names its linear layers, such as {'*.q_proj': 'column', '*.o_proj': "
             f"'row'}}; it has {shown or 'no linear layers'}"
         )
+    # An unknown word is an error only if its pattern matches a module of this model.
     words = provided.words.items()
     named, _ = kinds_by_name(model, {p: parse(word) or Kind(word) for p, word in words})
     unsupported = {pattern for kind, pattern in named.values() if type(kind) is Kind}
@@ -63,18 +64,20 @@ def auto_plan(model: nn.Module, world_size: int) -> AutoPlan:
             f"{ {pattern: word for pattern, word in words if pattern in unsupported} }; "
             "write a plan that leaves these modules as they are"
         )
+    # What plans made for inference leave out: shared weights, and small modules that are trained.
     kinds = with_tied(model, {name: kind for name, (kind, _) in named.items()})
     kinds |= dict.fromkeys(_between(model, kinds, provided.heads), SUMMED)
+    # Heads stay whole where a kind cuts attention.
     cut: dict[str, Heads] = {}
     for name, heads in provided.heads.items():
-        kind = of_heads(kinds[name], heads) if name in kinds else None
-        if kind is None:
+        of_whole_heads = of_heads(kinds[name], heads) if name in kinds else None
+        if of_whole_heads is None:
             continue
         if heads[0] < world_size and kinds[name] == ROW:
             raise _indivisible(name, f"{heads[0]} heads or groups of heads", world_size)
         cut[name] = heads
         if heads[1] % world_size:  # Else ranks have as many features each.
-            kinds[name] = kind
+            kinds[name] = of_whole_heads
     return AutoPlan(kinds, _attributes(model, provided, cut, world_size))
 
 
@@ -92,14 +95,14 @@ def _attributes(
         found[name] = {}
         for key in keys:
             value = getattr(module, key, None)
-            if isinstance(value, bool):
+            if isinstance(value, bool):  # A way of computing that needs whole weights: turned off.
                 found[name][key] = [0] * world_size
             elif isinstance(value, int):
-                # An attribute counts heads of queries, or else those of keys.
-                of = heads if not heads or value % heads[0] == 0 else (heads[1], heads[1])
-                if value % (world_size if of is None else of[0]):
+                # An attribute counts heads of queries, or else those of keys, or their features.
+                counted = heads if not heads or value % heads[0] == 0 else (heads[1], heads[1])
+                if value % (counted[0] if counted else world_size):
                     raise _indivisible(name, f"{key}={value}", world_size)
-                found[name][key] = shares(value, world_size, of)
+                found[name][key] = shares(value, world_size, counted)
         if heads is not None and heads[1] < world_size and hasattr(module, "num_key_value_groups"):
             found[name]["num_key_value_groups"] = shares(heads[0], world_size, heads)
     return found
@@ -109,13 +112,8 @@ _SMALL = re.compile(r"(q|k|query|key)_?(norm|layernorm|layer_norm|ln)|act(ivatio
 
 
 def _between(model: nn.Module, kinds: Mapping[str, Kind], heads: Mapping[str, Heads]) -> list[str]:
-    """Names of small modules with parameters between column- and row-parallel layers, which plans
-    for inference leave out: norms of the queries and keys of a head, activations that are trained.
-
-    Raises:
-        ValueError: such a norm is over all heads or has weights for each, or another parameter has
-            an element for each head.
-    """
+    """Names of small modules with parameters between column- and row-parallel layers: norms of the
+    queries and keys of a head, activations that are trained."""
     found = []
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -127,10 +125,12 @@ def _between(model: nn.Module, kinds: Mapping[str, Kind], heads: Mapping[str, He
             shapes = _shapes(module.get_submodule(child), prefix + child)
             if kind or not shapes or not _SMALL.fullmatch(child) or ROW not in children.values():
                 continue
-            of_heads = [key for key, shape in shapes.items() if shape != (size,)]
-            if size is not None and of_heads and ("norm" in child or "ln" in child):
-                raise _of_all_heads(of_heads[0], shapes[of_heads[0]])
+            # Of a norm over all heads, or with weights for each, a rank would have a part.
+            unlike = [key for key, shape in shapes.items() if shape != (size,)]
+            if size is not None and unlike and ("norm" in child or "ln" in child):
+                raise _of_all_heads(unlike[0], shapes[unlike[0]])
             found.append(prefix + child)
+        # So it would of other parameters with an element for each head, such as sinks.
         counts = {heads[prefix + child][0] for child in children if prefix + child in heads}
         per_head = [(number,) for number in counts if size not in (None, number)]
         for key, shape in _shapes(module, name).items():

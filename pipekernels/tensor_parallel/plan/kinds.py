@@ -22,7 +22,7 @@ from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.experts import ParallelExperts, is_experts
 from pipekernels.tensor_parallel.full_layer import features_of, is_embedding, linear_classes
 from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans, shares
-from pipekernels.tensor_parallel.invariant import Plain, arithmetic_of
+from pipekernels.tensor_parallel.invariant import check_width
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.partial_gradients import (
     mark_column_output,
@@ -48,7 +48,7 @@ class HookKind(Kind):
     """Modules of any class, which are kept and get hooks."""
 
     add_hooks: Callable[..., None]
-    """``add_hooks(module, comm, arithmetic)``; with ``heads=`` too if in ``_CUT_BY_HEADS``."""
+    """``add_hooks(module, comm, invariant)``; with ``heads=`` too if in ``_CUT_BY_HEADS``."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class LayerKind(Kind):
     """Layers that sharded layers replace. Shapes are those of weights, ``[out, in]``."""
 
     make: Callable[..., Any]
-    """``make(layer, comm, invariant=...)`` makes this rank's shard. It raises a TypeError if the
-    layer has what a shard would lose, a ValueError if its features cannot be cut like this."""
+    """``make(layer, comm, **options)`` makes this rank's shard, with the options ``invariant``,
+    ``heads`` and ``blocks`` that apply. It raises a TypeError if the layer has what a shard would
+    lose, a ValueError if its features cannot be cut like this."""
     sent: tuple[str, str]
     """What the ranks exchange in the forward and the backward, in elements per token: ``{0}`` for
     the output features, ``{1}`` for the input features."""
@@ -79,16 +80,21 @@ class LayerKind(Kind):
     """Parameters that every rank has whole."""
     checks_extras: bool = False
     """Whether ``make`` looks itself for what would be lost, such as hooks."""
+    not_invariant: str = ""
+    """What ``invariant=True`` does not support, and a remedy; empty if it supports all."""
 
     def shard(self, layer: nn.Module, comm: Communicator, *, invariant: bool) -> Any:
         """This rank's shard of ``layer``; raises what ``make`` raises."""
-        options: dict[str, Any] = {} if self.heads is None else {"heads": self.heads}
+        if invariant and self.not_invariant:
+            raise ValueError(f"invariant=True does not support {self.not_invariant}")
+        if invariant and self.has_partner:  # An activation may follow.
+            check_width(self._sizes(self.full_shape(layer)[0]))
+        options: dict[str, Any] = {"invariant": True} if invariant else {}
+        if self.heads is not None:
+            options["heads"] = self.heads
         if self.blocks != (1,):
             options["blocks"] = self._sizes(self.full_shape(layer)[0])
-        if self.has_partner:
-            sizes = self._sizes(self.full_shape(layer)[0])
-            arithmetic_of(invariant).check_activations(sizes)
-        return self.make(layer, comm, invariant=invariant, **options)
+        return self.make(layer, comm, **options)
 
     def shard_shape(self, layer: nn.Module, world_size: int) -> Shape:
         """The shape of rank 0's part, the largest, of the weight of ``layer``."""
@@ -129,17 +135,6 @@ class AttentionKind(LayerKind):
         return 3 * shares(layer.embed_dim, world_size, heads)[0], layer.embed_dim
 
 
-def _experts(
-    layer: nn.Module, comm: Communicator, *, invariant: bool, expert_parallel: bool = False
-) -> ParallelExperts:
-    if invariant:
-        raise ValueError(
-            "invariant=True does not support experts, whose products have other bits for other "
-            "numbers of tokens; leave them whole"
-        )
-    return ParallelExperts(layer, comm, expert_parallel=expert_parallel)
-
-
 def _shape_of_experts(layer: Any) -> Shape:
     """The shape of the second product's weight."""
     experts, *sizes = layer.down_proj.shape
@@ -147,24 +142,15 @@ def _shape_of_experts(layer: Any) -> Shape:
     return experts, *sorted(sizes, key=lambda size: size not in first.shape[1:])
 
 
-def _attention(layer: nn.MultiheadAttention, comm: Communicator, *, invariant: bool) -> Any:
-    if invariant:
-        raise ValueError(
-            "invariant=True does not support nn.MultiheadAttention; leave it whole, or use "
-            "attention with separate linear layers"
-        )
-    return ParallelMultiheadAttention(layer, comm)
-
-
 def _sum_and_split(
-    module: nn.Module, comm: Communicator, arithmetic: type[Plain], heads: Heads | None = None
+    module: nn.Module, comm: Communicator, invariant: bool, heads: Heads | None = None
 ) -> None:
-    sum_gradients(module, comm, Plain)
+    sum_gradients(module, comm, invariant=False)
     split_output(module, comm, heads)
 
 
 def _split_alibi(
-    module: nn.Module, comm: Communicator, arithmetic: type[Plain], heads: Heads | None = None
+    module: nn.Module, comm: Communicator, invariant: bool, heads: Heads | None = None
 ) -> None:
     """Cut the argument ``alibi`` of ``module``, ``[batch * heads, ...]``, down to the heads of this
     rank. The attribute ``num_heads`` of ``module`` is their number."""
@@ -179,11 +165,11 @@ def _split_alibi(
     add_forward_pre_hook(module, split, with_kwargs=True)
 
 
-def _sum_last(features: int) -> Callable[[nn.Module, Communicator, type[Plain]], None]:
+def _sum_last(features: int) -> Callable[[nn.Module, Communicator, bool], None]:
     """Hooks on a whole layer whose last output features each rank uses for its own heads, without
     another layer between: their gradients are summed."""
 
-    def add(module: nn.Module, comm: Communicator, arithmetic: type[Plain]) -> None:
+    def add(module: nn.Module, comm: Communicator, invariant: bool) -> None:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             first, last = output.split([output.shape[-1] - features, features], -1)
             result = torch.cat([first, copy_to_ranks(last, comm)], -1)
@@ -197,12 +183,11 @@ def _sum_last(features: int) -> Callable[[nn.Module, Communicator, type[Plain]],
 
 _IN, _OUT = "all-reduce {1}", "all-reduce {0}"
 _column, _row = ColumnParallelLinear.from_linear, RowParallelLinear.from_linear
-_gathered = partial(_column, gather_output=True)
 _split = partial(_row, input_is_parallel=False)
 COLUMN = LayerKind("column", _column, ("", _IN), can_tie=True, has_partner=True)
 GATHERED = LayerKind(
     "column_gather_output",
-    _gathered,
+    partial(_column, gather_output=True),
     ("all-gather {0}", _IN),
     can_tie=True,
     is_of_vocabulary=True,
@@ -221,34 +206,31 @@ EMBEDDING = LayerKind(
 )
 ATTENTION = AttentionKind(
     "attention",
-    _attention,
+    ParallelMultiheadAttention,
     (_IN, _IN),
     takes="nn.MultiheadAttention",
     accepts=lambda layer: type(layer) is nn.MultiheadAttention,
     full_shape=lambda layer: (3 * layer.embed_dim, layer.embed_dim),
     keeps=("out_proj.bias",),
     checks_extras=True,
+    not_invariant=(
+        "nn.MultiheadAttention; leave it whole, or use attention with separate linear layers"
+    ),
 )
 EXPERTS = ExpertsKind(
     "experts",
-    _experts,
+    ParallelExperts,
     (_IN, f"{_IN} and routing weights"),  # {1}: the output features, after the experts.
     takes="a module of stacked experts",
     accepts=is_experts,
     full_shape=_shape_of_experts,
     keeps=("down_proj_bias",),
     checks_extras=True,
-)
-EXPERT_PARALLEL = replace(
-    EXPERTS,
-    word="expert_parallel",
-    make=partial(_experts, expert_parallel=True),
-    expert_parallel=True,
-    keeps=(),
+    not_invariant=(
+        "experts, whose products have other bits for other numbers of tokens; leave them whole"
+    ),
 )
 SUMMED = HookKind("replicated_with_grad_allreduce", sum_gradients)
-LAST_SUMMED = HookKind("sum_last_gradients", _sum_last(1))  # A plan must say of how many.
-SPLIT_PARAMETERS = HookKind("split_parameters", split_parameters)
 _ALL: tuple[Kind, ...] = (
     COLUMN,
     GATHERED,
@@ -258,20 +240,32 @@ _ALL: tuple[Kind, ...] = (
     EMBEDDING,
     ATTENTION,
     EXPERTS,
-    EXPERT_PARALLEL,
+    replace(
+        EXPERTS,
+        word="expert_parallel",
+        make=partial(ParallelExperts, expert_parallel=True),
+        expert_parallel=True,
+        keeps=(),
+    ),
     SUMMED,
-    LAST_SUMMED,
     HookKind("split_output", _sum_and_split),
     HookKind("split_alibi", _split_alibi),
-    SPLIT_PARAMETERS,
+    HookKind("split_parameters", split_parameters),
 )
 KINDS = {kind.word: kind for kind in _ALL}
+
+# Names to which a plan may add sizes, ``name:size,size``, and the kinds of these; None for others.
+SIZED_KINDS: dict[str, Callable[[str, tuple[int, ...]], Kind | None]] = {
+    "packed_column": lambda word, sizes: replace(PACKED, word=word, blocks=sizes),
+    "sum_last_gradients": lambda word, sizes: (
+        HookKind(word, _sum_last(sizes[0])) if len(sizes) == 1 else None
+    ),
+}
 _CUT_BY_HEADS = (
     "column", "packed_column", "row", "split_alibi", "split_output", "split_parameters",
 )  # fmt: skip
 
-# transformers' words.
-_ALIASES = {
+_OF_TRANSFORMERS = {  # Its words for our kinds.
     "colwise": "column",
     "colwise_gather_output": "column_gather_output",
     "embedding_rowwise": "embedding",
@@ -286,23 +280,22 @@ _ALIASES = {
 
 
 def parse(word: Any) -> Kind | None:
-    """The kind that ``word`` names, here or in transformers; None if it names none."""
-    word, *heads = word.split("/") if isinstance(word, str) else [""]
-    if heads:
-        kind, counts = parse(word), [int(number) for number in heads if number.isdecimal()]
-        if kind is None or not len(counts) == len(heads) == 2:
-            return None
-        return of_heads(kind, (counts[0], counts[1]))
-    name, colon, rest = word.partition(":")
-    kind = KINDS.get(_ALIASES.get(name, name))
-    if not colon:
-        return None if kind is LAST_SUMMED else kind
-    sizes = tuple(int(size) if size.isdecimal() else 0 for size in rest.split(","))
-    if kind is PACKED and all(sizes):
-        return replace(PACKED, word=f"{PACKED.word}:{rest}", blocks=sizes)
-    if kind is LAST_SUMMED and all(sizes) and len(sizes) == 1:
-        return HookKind(f"{LAST_SUMMED.word}:{rest}", _sum_last(sizes[0]))
-    return None
+    """The kind that ``word``, ``name[:size,...][/heads/key heads]``, names here or in transformers;
+    None if it names none."""
+    if not isinstance(word, str):
+        return None
+    sized, *heads = word.split("/")
+    name, colon, given = sized.partition(":")
+    name = _OF_TRANSFORMERS.get(name, name)
+    kind = KINDS.get(name)
+    if colon:
+        sizes = tuple(int(size) if size.isdecimal() else 0 for size in given.split(","))
+        is_valid = name in SIZED_KINDS and all(sizes)
+        kind = SIZED_KINDS[name](f"{name}:{given}", sizes) if is_valid else None
+    if not heads or kind is None:
+        return kind
+    counts = [int(number) for number in heads if number.isdecimal()]
+    return of_heads(kind, (counts[0], counts[1])) if len(counts) == len(heads) == 2 else None
 
 
 def of_heads(kind: Kind, heads: Heads) -> Kind | None:

@@ -12,6 +12,7 @@ from pipekernels.tensor_parallel.full_layer import REMEDY, check_weights, extras
 from pipekernels.tensor_parallel.plan.auto import auto_plan
 from pipekernels.tensor_parallel.plan.kinds import (
     KINDS,
+    SIZED_KINDS,
     HookKind,
     Kind,
     LayerKind,
@@ -55,12 +56,14 @@ def match(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], world_siz
         named = {name: (kind, "auto") for name, kind in kinds.items()}
     else:
         raise ValueError(f"plan must be a mapping or 'auto', got {plan!r}")
+    # By modules: one with several names is sharded once, and all its names must agree.
     layers: dict[nn.Module, tuple[str, LayerKind]] = {}
     hooked: dict[nn.Module, tuple[str, HookKind]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         kind, pattern = named.get(name, (None, ""))
         if isinstance(kind, HookKind):
             hooked[module] = name, kind
+        # A wrapper, such as a layer with adapters, has several layers in it.
         for part, layer, layer_kind in _parts(name, module, kind):
             if layer is model:
                 raise ValueError(
@@ -82,7 +85,7 @@ def _parsed(plan: Mapping[str, str]) -> dict[str, Kind]:
         check_kind("a key of plan", pattern, str, "a pattern for names of modules")
         kind = parse(word)
         if kind is None:
-            known = ", ".join(map(repr, KINDS))
+            known = ", ".join(map(repr, KINDS | SIZED_KINDS))
             raise ValueError(f"plan[{pattern!r}] must be one of {known}, got {word!r}")
         kinds[pattern] = kind
     return kinds

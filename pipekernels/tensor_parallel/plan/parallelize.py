@@ -19,7 +19,7 @@ from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.changes import set_attribute, undo_changes
 from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
 from pipekernels.tensor_parallel.functional import shares
-from pipekernels.tensor_parallel.invariant import arithmetic_of
+from pipekernels.tensor_parallel.invariant import check_own_parameters, has_slabs
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear
 from pipekernels.tensor_parallel.plan.kinds import SUMMED, HookKind, LayerKind
 from pipekernels.tensor_parallel.plan.matching import match
@@ -57,14 +57,14 @@ def tensor_unparallelize(model: Model) -> Model:
             raise TypeError(
                 f"the sharded layer {layer.name!r} has hooks, which would be lost; {REMEDY}"
             )
+    # Full layers share parameters as their shards do, but have no scales of int8.
     full = {layer: layer.to_full() for layer in sharded}
     first: dict[nn.Parameter, nn.Parameter] = {}
-    for layer, module in full.items():  # Full layers share parameters as their shards do.
+    for layer, module in full.items():
         for name, parameter in layer.named_parameters(recurse=False):
-            if name not in module._parameters and "scale" in name:
-                continue  # Of weights of int8.
-            shared = first.setdefault(parameter, module.get_parameter(name))
-            module.register_parameter(name, shared)
+            if name in module._parameters:
+                shared = first.setdefault(parameter, module.get_parameter(name))
+                module.register_parameter(name, shared)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if isinstance(child, ShardedLayer):
@@ -89,6 +89,7 @@ def outputs_of(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> Outputs:
         leaves = [leaf.clone() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         found[name] = [leaf for leaf in leaves if leaf.is_floating_point()]
 
+    # Clones: a later module may change them in place.
     handles = [
         module.register_forward_hook(lambda _, args, output, name=name: note(name, output))
         for name, module in model.named_modules()
@@ -170,6 +171,7 @@ def tensor_parallelize(
     if comm is None:
         comm = Communicator.from_process_group()
     check_kind("comm", comm, Communicator, "a pipekernels.Communicator")
+    # Checked: shard, compare, and undo it if a rank finds a difference.
     if check is not None:
         before = outputs_of(model, check)
         tensor_parallelize(model, plan, comm, invariant=invariant)
@@ -184,19 +186,19 @@ def tensor_parallelize(
                 "around it whole"
             )
         return model
+    # What may fail comes first: the model is unchanged then.
     base = base_of(model)
     layers, hooked, tied, attributes = match(base, plan, comm.world_size)
-    arithmetic = arithmetic_of(invariant)
-    if plan == "auto":
+    if plan == "auto" and invariant:  # Not every vocabulary has slabs.
         layers = {
             layer: (name, kind)
             for layer, (name, kind) in layers.items()
-            if not kind.is_of_vocabulary or arithmetic.can_shard(kind.full_shape(layer)[0])
+            if not kind.is_of_vocabulary or has_slabs(kind.full_shape(layer)[0])
         }
         tied = [group for group in tied if group[0] in layers]
     for module, (name, hook) in hooked.items():
-        if hook == SUMMED:
-            arithmetic.check_shared(module, name)
+        if hook == SUMMED and invariant:
+            check_own_parameters(module, name)
     full_elements = _elements(model)
     shards = {m: _shard(m, name, kind, comm, invariant) for m, (name, kind) in layers.items()}
     for first, *rest in tied:
@@ -204,12 +206,13 @@ def tensor_parallelize(
             shards[layer].weight = shards[first].weight
     if shards:
         _check_ranks_agree(base, layers, hooked.values(), comm)
+    # From here on the model changes.
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in shards:
                 parent._modules[name] = shards[child]
     for module, (_, hook) in hooked.items():
-        hook.add_hooks(module, comm, arithmetic)
+        hook.add_hooks(module, comm, invariant)
     for name, values in attributes.items():
         for attribute, by_rank in values.items():
             set_attribute(base.get_submodule(name), attribute, by_rank[comm.rank])

@@ -107,6 +107,7 @@ def plan_for(
     for module, (name, hook) in matched.hooked.items():
         own = next((tuple(p.shape) for p in module.parameters(recurse=False)), ())
         groups.setdefault((_without_numbers(name), hook, own, own), []).append(name)
+    # A row names the numbers that all its layers have in common.
     layers = []
     for (_, kind, shape, shard), names in groups.items():
         parts = zip(*(name.split(".") for name in names), strict=True)
@@ -115,6 +116,7 @@ def plan_for(
         forward, backward = (text.format(*shape) for text in sent)
         layers.append(PlannedLayer(shown, len(names), kind.word, shape, shard, forward, backward))
     held = {p: (p.numel() - saved.get(p, 0)) * p.element_size() for p in model.parameters()}
+    # A token reads no experts but those that it is routed to, and one row of an embedding.
     unread = 0.0
     for module, (name, _) in matched.layers.items():
         if is_experts(module):
@@ -136,10 +138,11 @@ def _chosen_share(block: nn.Module, experts: nn.Module) -> float:
 
 def _only_embedded(model: nn.Module) -> set[nn.Parameter]:
     """Weights of embeddings that no other layer uses."""
-    used: dict[bool, set[nn.Parameter]] = {True: set(), False: set()}
+    embedded, others = set[nn.Parameter](), set[nn.Parameter]()
     for module in model.modules():
-        used[isinstance(module, nn.Embedding)].update(module.parameters(recurse=False))
-    return used[True] - used[False]
+        users = embedded if isinstance(module, nn.Embedding) else others
+        users.update(module.parameters(recurse=False))
+    return embedded - others
 
 
 def _without_numbers(name: str) -> str:

@@ -45,6 +45,7 @@ def with_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> dict[str, Kind]:
     """``kinds`` with the embeddings that share the weight of a sharded head; without the layers
     that share a parameter with something else, and without embeddings that are more than a lookup
     or have hooks, such as that of gradient checkpointing."""
+    # An embedding must be a plain lookup, as it is replaced.
     groups = [owners.keys() for owners in _shared_parameters(model).values()]
     modules = dict(model.named_modules(remove_duplicate=False))
     lookups = {name for name, m in modules.items() if is_embedding(m) and not is_hooked(m)}
@@ -56,6 +57,7 @@ def with_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> dict[str, Kind]:
             tied |= dict.fromkeys(others, EMBEDDING)
         else:
             whole |= names
+    # A group is sharded as a whole or not at all, which may keep further groups whole.
     while split := [names for names in groups if whole & names and names - whole]:
         whole = whole.union(*split)
     left = {modules[name] for name in whole}
