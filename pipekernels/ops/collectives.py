@@ -99,9 +99,8 @@ def _register(
     fake: Callable[..., Tensor],
     backward: Callable[..., Tensor],
 ) -> Callable[..., Tensor]:
-    """Register an operation that takes its communicator by handle. ``kernel``, ``fake`` (of ``x``)
-    and ``backward`` (of the output's gradient) take the communicator itself, as does the returned
-    function, which bypasses the dispatcher where possible."""
+    """Register an operation, which takes its communicator by handle. Kernel, fake and backward take
+    the communicator itself, as does the result, which bypasses the dispatcher where possible."""
     name = schema.partition("(")[0]
     _library.define(schema)
     qualified = f"pipekernels::{name}"
@@ -112,6 +111,7 @@ def _register(
 
         return call
 
+    # All arguments are kept, as the backward is a collective with the same.
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, ctx.handle, *ctx.arguments = inputs
         op = ctx.arguments[0] if "str op" in schema else "sum"
@@ -125,6 +125,7 @@ def _register(
         comm = Communicator.from_handle(ctx.handle)
         return backward(grad, comm, *ctx.arguments), None, *[None for _ in ctx.arguments]
 
+    # CompositeExplicitAutograd: one kernel for all devices, below autograd.
     kernel_of_handle = of_handle(kernel)
     torch.library.impl(qualified, "CompositeExplicitAutograd", kernel_of_handle, lib=_library)
     torch.library.register_fake(qualified, of_handle(fake), lib=_library)

@@ -65,6 +65,7 @@ _op: Callable[..., list[Tensor]] = torch.ops.pipekernels.p2p_copy.default
 
 
 def _copy(tensors: list[Tensor], device: torch.device, backward: bool) -> list[Tensor]:
+    # One transfer for all tensors of a device.
     copies: dict[int, Tensor] = {}
     for source in dict.fromkeys(tensor.device for tensor in tensors):
         group = [i for i, tensor in enumerate(tensors) if tensor.device == source]

@@ -93,7 +93,7 @@ def skinny_expert_linear(
 
 
 def groups(rows: Sequence[int]) -> list[tuple[int, slice]]:
-    """The experts that have rows, and which these are."""
+    """The experts that have rows, and which rows of the sorted ones these are."""
     found, start = [], 0
     for expert, count in enumerate(rows):
         if count:
@@ -128,6 +128,7 @@ class _ExpertLinear(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight)
         if ctx.is_biased and ctx.needs_input_grad[2]:
             grad_bias = grad.new_zeros(weight.shape[:2])
+        # Experts without rows keep a gradient of zero.
         for expert, own in groups(ctx.rows):
             if grad_x is not None:
                 torch.mm(grad[own], weight[expert], out=grad_x[own])

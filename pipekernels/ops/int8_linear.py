@@ -108,6 +108,7 @@ def blockwise_into(
     their dtype is emulated. Integers up to 127 are exact in every floating dtype."""
     dtype = torch.float32 if x.is_cpu and is_emulated(x.dtype) else x.dtype
     x = x.to(dtype)
+    # Block by block, so that the widened weight stays in the cache.
     step = max(1, BLOCK // max(1, weight.shape[1]))
     for start in range(0, weight.shape[0], step):
         block = slice(start, start + step)

@@ -54,10 +54,7 @@ def _new_wholes(
 
 
 class _Function(torch.autograd.Function):
-    """Both operations, each of which is the backward of the other.
-
-    ``ctx.wanted`` says which tensors of a microbatch need gradients.
-    """
+    """Both operations, each of which is the backward of the other."""
 
     @staticmethod
     def forward(
@@ -70,8 +67,9 @@ class _Function(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         results = (SPLIT if split else CONCAT)(list(tensors), layout, dim, dtype)
         ctx.split, ctx.layout, ctx.dim = split, layout, dim
-        width = len(tensors) if split else layout
+        width = len(tensors) if split else layout  # Tensors of a microbatch.
         ctx.sizes = layout if split else [t.shape[dim] for t in tensors[::width]]
+        # A tensor needs gradients in all microbatches if it does in one; the others take none.
         needs = ctx.needs_input_grad[4:]
         ctx.wanted = wanted = [any(needs[t::width]) for t in range(width)]
         # One microbatch tells the dtypes of all. If they differ, autograd casts the gradients.
@@ -90,23 +88,18 @@ class _Function(torch.autograd.Function):
         else:
             results = SPLIT(given, ctx.sizes, ctx.dim, ctx.dtype_back)
             present = wanted * len(ctx.sizes)
+        # In the order of the forward's inputs, which lacks those that need no gradient.
         ordered = iter(results)
         return None, None, None, None, *(next(ordered) if p else None for p in present)
 
 
 class _Operation:
-    """A registered operation that bypasses the dispatcher where this would only forward the call
-    (which, for a kernel in Python, takes longer than a small copy).
-
-    Args:
-        schema: in ``torch.library``'s notation.
-        split: whether it splits; otherwise it concatenates.
-        new: makes its results, without values.
-    """
+    """A registered operation that bypasses the dispatcher where this would only forward the call:
+    for a kernel in Python that takes longer than a small copy."""
 
     def __init__(self, schema: str, split: bool, new: Callable[..., list[Tensor]]) -> None:
-        self._split = split
-        self._new = new
+        self._split = split  # Otherwise it concatenates.
+        self._new = new  # Makes the results, without values.
         name = _library.define(schema)
         for key, kernel in (
             ("CPU", self._compute), ("CUDA", self._compute), ("Autograd", self._with_autograd)
@@ -142,18 +135,20 @@ class _Operation:
     def _compute(
         self, tensors: list[Tensor], layout: Layout, dim: int, dtype: torch.dtype | None
     ) -> list[Tensor]:
-        native, stream_of = _backend.load(), current_raw_stream if tensors[0].is_cuda else None
+        native, is_cuda = _backend.load(), tensors[0].is_cuda
+        stream_of = current_raw_stream if is_cuda else None
         # The stream of the copies, or on a CPU the number of their threads.
         by = stream_of(tensors[0].get_device()) if stream_of else torch.get_num_threads()
+        # A split allocates its results natively, where the extension can.
         if self._split and dtype in _CASTS:
             made = native.split_micro_batches(tensors, layout, dim, _CASTS[dtype], by)
             if made is not None:
                 return tensors_of(made)
         results = self._new(tensors, layout, dim, dtype)
         wholes, parts = (tensors, results) if self._split else (results, tensors)
-        if stream_of:
+        if is_cuda:
             _backend.require_cuda()
-        copy = native.copy_micro_batches_cuda if stream_of else native.copy_micro_batches
+        copy = native.copy_micro_batches_cuda if is_cuda else native.copy_micro_batches
         copy(self._split, dim, wholes, parts, by)
         return results
 
@@ -225,8 +220,10 @@ def split_micro_batches(
     """
     single = isinstance(tensors, Tensor)
     group = [tensors] if isinstance(tensors, Tensor) else _as_list(tensors, "tensors")
-    quick = group and type(dim) is type(chunks) is int and dim >= 0 < chunks and not is_observed()
-    if quick and _backend.load().are_plain(group) and dim < min([t.ndim for t in group]):
+    # For plain tensors and numbers, the native checks are enough.
+    quick = group and type(dim) is int and type(chunks) is int and dim >= 0 and chunks > 0
+    plain = quick and not is_observed() and _backend.load().are_plain(group)
+    if plain and dim < min([t.ndim for t in group]):
         run = SPLIT.directly
     else:
         run, dim, chunks = SPLIT, _check(group, dim), integer("chunks", chunks)
@@ -312,7 +309,7 @@ def _check(tensors: list[Tensor], dim: int) -> int:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             raise TypeError(
                 f"tensor {i} is not a dense one: it has layout {tensor.layout} and dtype "
-                f"{tensor.dtype}{', nested' * tensor.is_nested}; use .to_dense(), "
+                f"{tensor.dtype}{', nested' if tensor.is_nested else ''}; use .to_dense(), "
                 "torch.nested.to_padded_tensor() or .dequantize() first"
             )
         tensor.size(dim)  # IndexError if there is no such dimension.
