@@ -52,6 +52,7 @@ def add_adapters(model: nn.Module, config: Any, adapter_name: str = "default") -
         _shard_adapter(result, adapter)
         return result
 
+    # peft asks this before it looks at its own classes; the caller's config stays as it is.
     config = copy.copy(config)
     config._register_custom_module(
         {ColumnParallelLinear: adapter_of, RowParallelLinear: adapter_of}

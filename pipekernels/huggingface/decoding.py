@@ -6,7 +6,7 @@ program of all layers, which takes minutes on a CPU. Here each decoder layer is 
 layers share one, as in *regional compilation* of torch's tutorials. Checks that the compiler's
 dispatch repeats for each token, at the cost of all small operations, run once per prompt:
 
-* which layers share a program, and whether one has changed (:class:`_Program`, :func:`_kind`);
+* which layers share a program, and whether one has changed (:class:`_Program`, :func:`_signature`);
 * which tensors of the layer, of its cache and of the call a program takes (:class:`_Replay`);
 * where its weights lie, see :class:`_Memory`.
 
@@ -118,28 +118,28 @@ def _tensors_of(layer: nn.Module) -> Iterator[Tensor]:
 
 
 def _state(layer: nn.Module) -> tuple[Any, ...]:
-    return *_kind(layer), *map(id, _tensors_of(layer))
+    return *_signature(layer), *map(id, _tensors_of(layer))
 
 
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """All that a layer's program depends on. Layers of one kind differ in tensor values only."""
-    kind: list[Any] = []
+def _signature(layer: nn.Module) -> tuple[Any, ...]:
+    """All that a layer's program depends on: equal layers differ in tensor values only."""
+    found: list[Any] = []
     for name, module in layer.named_modules():
-        kind += name, type(module), tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
+        found += name, type(module), tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            kind += key, tensor is None or (tensor.dtype, tensor.shape, tensor.stride())
+            found += key, tensor is None or (tensor.dtype, tensor.shape, tensor.stride())
         for key, value in vars(module).items():
             if value is None or isinstance(value, bool | int | float | str):
-                kind += key, key != "layer_idx" and value
+                found += key, key != "layer_idx" and value
             elif isinstance(value, Communicator):
-                kind += key, value.handle
+                found += key, value.handle
             else:
-                kind += key, getattr(value, "_attn_implementation", None)
-    return tuple(kind)
+                found += key, getattr(value, "_attn_implementation", None)
+    return tuple(found)
 
 
 class _Program:
-    """The compiled ``forward`` of layers of one kind."""
+    """The compiled ``forward`` of equal layers."""
 
     def __init__(self, layer: nn.Module) -> None:
         # Without the wrapper that all classes share, and with code of its own, since it is by the
@@ -147,11 +147,11 @@ class _Program:
         f = getattr(type(layer).forward, "__wrapped__", type(layer).forward)
         own = FunctionType(f.__code__.replace(), f.__globals__, None, f.__defaults__, f.__closure__)
         own.__kwdefaults__ = f.__kwdefaults__
-        of_arguments = lambda guards: [not re.search(r"\bself\b|\bG\[", g.name) for g in guards]
-        options: Any = {"guard_filter_fn": of_arguments}
-        compile = torch.compile(fullgraph=True, backend=self._compile, options=options)
-        self._forward: Callable[..., Any] = compile(own)
-        self._keeps_state: bool | None = None
+        options: Any = {"guard_filter_fn": _guards_of_arguments}
+        self._forward: Callable[..., Any] = torch.compile(
+            own, fullgraph=True, backend=self._compile, options=options
+        )
+        self._keeps_state: bool | None = None  # Known after the first call.
         self._thread = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Program:
@@ -188,6 +188,11 @@ class _Program:
         return output, ran
 
 
+def _guards_of_arguments(guards: Iterable[Any]) -> list[bool]:
+    """Only these: :func:`_signature` has all that is known of the layer and its class."""
+    return [not re.search(r"\bself\b|\bG\[", guard.name) for guard in guards]
+
+
 def _decompose_attention(graph: fx.Graph) -> None:
     """Write attention of one query per head as products and sums, which the compiler fuses: torch's
     kernel, made for blocks of queries, takes 1.3 to 8 times as long."""
@@ -198,6 +203,7 @@ def _decompose_attention(graph: fx.Graph) -> None:
         others = given.get("dropout_p") or given.get("is_causal") or given.get("enable_gqa")
         if query.shape[-2] > 1 or others:
             continue
+        # Summed in float32, as torch's kernel does.
         with graph.inserting_before(node):
             proxy: Any = partial(fx.Proxy, tracer=fx.proxy.GraphAppendingTracer(graph))
             wide = torch.promote_types(query.dtype, torch.float32)
@@ -214,19 +220,18 @@ def _decompose_attention(graph: fx.Graph) -> None:
 
 
 def _join_products(graph: fx.Graph, inputs: list[Any]) -> list[list[int]]:
-    """Make one product of those that share their input, such as queries, keys and values.
-
-    Returns:
-        Groups of input indices. The first input of a group receives the concatenated group.
-    """
+    """Make one product of those that share their input, such as queries, keys and values. Of each
+    group of inputs that are joined, by place, the first one is to receive them all."""
     product = torch.ops.pipekernels.linear
     places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+    # By input, and by whether they have scales and biases.
     alike: dict[Any, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=product):
         x, *operands = node.args
         alike.setdefault((x, *(each is None for each in operands)), []).append(node)
     groups = []
     for nodes in alike.values():
+        # Weights, scales and biases: each column can be joined if nothing else uses them.
         columns = [each for each in zip(*(node.args[1:] for node in nodes), strict=True) if each[0]]
         are_own = all(each in places and len(each.users) == 1 for each in chain(*columns))
         if len(nodes) == 1 or not are_own:
@@ -336,15 +341,17 @@ class _Step:
             or torch.compiler.is_compiling()
         ):
             return self._eager(x, *args, **kwargs)
+        # A new cache, of another prompt: look for the program anew, as the layer may have changed.
         if cache is not self._cache():
             if not cache.is_compileable:
                 return self._eager(x, *args, **kwargs)
             self._cache = weakref.ref(cache, self._forget)
             self._replay = None
-            kind = _kind(self._memory.layer)
-            if kind not in self._programs:
-                self._programs[kind] = _Program(self._memory.layer)
-            self._program = self._programs[kind]
+            signature = _signature(self._memory.layer)
+            if signature not in self._programs:
+                self._programs[signature] = _Program(self._memory.layer)
+            self._program = self._programs[signature]
+        # The values of this call and of the layer's cache, from which a replay takes its inputs.
         layer = cache.layers[self._index]
         rest = (each for each in values if each is not cache)
         given = _leaves((x, *rest, tuple(kwargs), *vars(layer).values()))
@@ -365,10 +372,7 @@ class _Step:
 def _leaves(values: Iterable[Any]) -> list[Any]:
     leaves: list[Any] = []
     for value in values:
-        if isinstance(value, tuple):
-            leaves += value
-        else:
-            leaves.append(value)
+        leaves += value if isinstance(value, tuple) else [value]
     return leaves
 
 

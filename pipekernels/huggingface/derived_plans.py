@@ -136,6 +136,8 @@ def _derive(model: nn.Module, inputs: dict[str, Tensor], deep: nn.Module) -> Der
             why = difference(model, cases, plan | named(model, more), attributes, RANKS)
             if why is not None:
                 continue
+            # Right for this copy. The model itself must be able to count its blocks, and the copy
+            # with all layers must agree.
             keys = {without_numbers(name): tuple(keys) for name, keys in attributes.items()}
             counter = blocks.counter(model, attributes)
             if blocks.size > 1 and counter is None:
@@ -149,6 +151,7 @@ def _derive(model: nn.Module, inputs: dict[str, Tensor], deep: nn.Module) -> Der
             return why
         return why
 
+    # Equal layers of the copy, and of the model, have the same name without numbers, and one plan.
     for producers, consumers in flow.groups():
         layers = {without_numbers(flow.names[layer]) for layer in (*producers, *consumers)}
         shown = ", ".join(sorted(layers))
@@ -224,6 +227,8 @@ class _Flow:
         for layer in self.sources:
             if layer in seen:
                 continue
+            # All that feed a consumer, and all that these feed, until there are no more. Dicts keep
+            # the order.
             consumers = {layer: None}
             producers = dict.fromkeys(self.sources[layer])
             while True:
@@ -264,6 +269,7 @@ class _Flow:
             if not x.requires_grad:
                 continue
             flat = x.reshape(-1, x.shape[-1])
+            # A gradient for each feature; weights of the rows, so that none cancel out.
             weights = torch.randn(len(flat), dtype=flat.dtype)
             rows = [self._reached(weights @ flat[:, k]) for k in range(flat.shape[1])]
             for source in {source: None for row in rows for source in row}:
@@ -289,6 +295,7 @@ class _Blocks:
             for layer in layers:
                 starts[layer, is_input] = total
                 total += features_of(layer)[0 if is_input else 1]
+        # Union-find (Tarjan, 1975), with the first node of a block as its root.
         block_of = list(range(total))
 
         def find(node: int) -> int:
@@ -306,10 +313,11 @@ class _Blocks:
         roots = dict.fromkeys(map(find, range(total)))  # In the order of the first consumer.
         number = {root: i for i, root in enumerate(roots)}
         self.count = len(roots)
-        self._of = {
-            key: [number[find(start + i)] for i in range(features_of(key[0])[not key[1]])]
-            for key, start in starts.items()
-        }
+        # By layer, and whether its input or its output: the block of each feature.
+        self._of: dict[tuple[nn.Module, bool], list[int]] = {}
+        for (layer, is_input), start in starts.items():
+            width = features_of(layer)[0 if is_input else 1]
+            self._of[layer, is_input] = [number[find(start + i)] for i in range(width)]
         self.size = min(min(self._runs(key)) for key in self._of)
 
     def kinds(self) -> dict[str, str] | None:
@@ -422,6 +430,7 @@ def derived_plan(model: Any, config: Any) -> ProvidedPlan:
         _log.info("%s of %s are not in blocks to share: %s", layers, type(model).__name__, why)
     kinds = named(model, derived.kinds)
     check_alike(model, derived.copy, kinds)
-    heads = {n: (b := c.blocks(model, n), b) for n, c in named(model, derived.counters).items()}
+    counts = {n: c.blocks(model, n) for n, c in named(model, derived.counters).items()}
+    heads = {name: (count, count) for name, count in counts.items()}
     kinds |= named(model, derived.gathered)
     return ProvidedPlan(kinds, named(model, derived.divided), heads)

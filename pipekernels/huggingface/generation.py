@@ -37,8 +37,8 @@ def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Clocks differ between ranks, and custom criteria may read values that differ."""
     criteria = type(self)._get_stopping_criteria(self, *args, **kwargs)
     for i, own in enumerate(criteria):
-        kind = type(own)
-        if kind.__name__ == "MaxTimeCriteria" or not kind.__module__.startswith("transformers."):
+        found = type(own)
+        if found.__name__ == "MaxTimeCriteria" or not found.__module__.startswith("transformers."):
             criteria[i] = partial(_as_on_rank_0, own, communicators(self))
     return criteria
 
@@ -58,6 +58,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_random_numbers(comm: Communicator, device: torch.device) -> None:
+    # A digest of the generator's state, and which generator it is.
     is_cuda = device.type == "cuda"
     state = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
     generator = [os.getpid(), torch.cuda.current_device() if is_cuda else -1]

@@ -131,6 +131,7 @@ def load_pretrained(
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("folder", folder, (str, Path), "a path")
     folder = Path(folder)
+    # All checks come first, as the model is to stay unchanged if one fails.
     files = _renamed(_slices(folder), model)
     targets = _targets(model)
     keys = [_key_of(target, files, model) for target in targets]
@@ -177,10 +178,10 @@ class _Target(NamedTuple):
         shape = tuple(file.get_shape())
         if shape != self.full_shape:
             return f"{name!r} has the shape {self.full_shape}, in the files {shape}"
-        kind = file.get_dtype()
-        is_byte = kind.startswith("F8") and tensor.element_size() == 1
-        if tensor.is_floating_point() and kind not in _FLOATS and not is_byte:
-            return f"{name!r} has the dtype {tensor.dtype}, in the files {kind} without a scale"
+        dtype = file.get_dtype()
+        is_byte = dtype.startswith("F8") and tensor.element_size() == 1
+        if tensor.is_floating_point() and dtype not in _FLOATS and not is_byte:
+            return f"{name!r} has the dtype {tensor.dtype}, in the files {dtype} without a scale"
         return None
 
     def read(self, file: Any) -> Tensor:
@@ -226,14 +227,16 @@ def _check_not_quantized(
     """Raise ValueError if the files hold weights that are no values by themselves: the
     configuration beside them says so, or a tensor is a part of another, such as its scale."""
     config = folder / "config.json"
-    why = "quantization_config" if config.is_file() else ""
-    if not (why and json.loads(config.read_text()).get(why)):
-        parts = {key: match[1] for key in files if (match := _PART.fullmatch(key))}
-        of = {key: {whole, f"{whole}.weight"} for key, whole in parts.items() if key not in keys}
-        why = next((key for key, wholes in of.items() if not wholes.isdisjoint(keys)), "")
-    if why:
+    fields = json.loads(config.read_text()) if config.is_file() else {}
+    found = "quantization_config" if fields.get("quantization_config") else None
+    for key in files if found is None else ():
+        part = None if key in keys else _PART.fullmatch(key)
+        if part is not None and (part[1] in keys or f"{part[1]}.weight" in keys):
+            found = key
+            break
+    if found is not None:
         raise ValueError(
-            f"the weights in {folder} are quantized: they have {why!r}, and load_pretrained "
+            f"the weights in {folder} are quantized: they have {found!r}, and load_pretrained "
             "applies no scales; load the model by from_pretrained with dequantize=True in its "
             "quantization config, and shard it then"
         )
@@ -253,6 +256,7 @@ def _slices(folder: Path) -> dict[str, Slice]:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError("load_pretrained needs safetensors: pip install safetensors") from error
+    # Which files there are: those of the index, or the only one.
     index = folder / _INDEX
     places = _weight_map(index) if index.is_file() else None
     if places is None and not (folder / _SINGLE).is_file():
@@ -267,6 +271,7 @@ def _slices(folder: Path) -> dict[str, Slice]:
             f"{index} names {', '.join(missing)}, which {folder} lacks; copy all files of the "
             "checkpoint there"
         )
+    # Which tensors each has, which the index may not agree with.
     held: dict[str, dict[str, None]] = {}
     for name in names:
         try:
@@ -294,11 +299,7 @@ def _slices(folder: Path) -> dict[str, Slice]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor. An index may come from anywhere: it names files beside it only.
-
-    Raises:
-        ValueError: it is malformed, or names a file in another folder.
-    """
+    """The file of each tensor; ValueError if the index is malformed."""
     try:
         places: Any = json.loads(index.read_text())["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -306,6 +307,7 @@ def _weight_map(index: Path) -> dict[str, str]:
             f"{index} has no weight_map ({type(error).__name__}); save the model with "
             "save_pretrained(folder), which writes it"
         ) from error
+    # An index may come from anywhere: it names files beside it only.
     names = list(places.values()) if isinstance(places, dict) else [places]
     wrong = [n for n in names if not isinstance(n, str) or Path(n).name != n or "\0" in n]
     if wrong or not isinstance(places, dict):

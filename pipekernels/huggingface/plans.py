@@ -33,15 +33,22 @@ class Transformers(PlanProvider):
             )
         if not hasattr(config, "to_dict"):
             return None
+        # The model's own plan, or our table; completed, or made, by a derived one.
         carried: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
         known = ProvidedPlan(carried) if carried else _TABLES.get(getattr(config, "model_type", ""))
         plan = known
         if plan is None or (carried and not _names_attention(model, carried)):
             plan = _with_derived(model, carried, derived_plan(model, config))
         heads = _heads(model, plan.words, config)
-        if plan is not known:  # What is derived are groups, of which these may be the heads.
-            of = {name: heads.get(name, own) for name, own in plan.heads.items()}
-            heads = {n: of[n] if of[n][1] == own[1] else own for n, own in plan.heads.items()}
+        if plan is not known:
+            # A derived plan counts groups of a key head and its queries. The configuration counts
+            # the queries as well, but may be of another attention than this one.
+            counted = {name: heads.get(name, own) for name, own in plan.heads.items()}
+            heads = {
+                name: counted[name] if counted[name][1] == own[1] else own
+                for name, own in plan.heads.items()
+            }
+        # What plans leave out: experts, what the configuration adds, and the output head.
         words = {**_experts(model, plan.words), **_adapted(model, plan.words, config)}
         for head in _output_head(model):
             if words and not any(fnmatchcase(head, pattern) for pattern in words):
@@ -159,6 +166,7 @@ def _heads(model: nn.Module, words: Mapping[str, str], config: Any) -> dict[str,
 
 def _counts(attention: nn.Module, config: Any) -> Heads:
     """How many heads of queries and of keys a module has."""
+    # From the module itself if it says enough, as layers of a model may differ in their heads.
     inner = reversed(list(attention.modules()))
     own: dict[str, Any] = {key: v for module in inner for key, v in vars(module).items()}
     groups, size = own.get("num_key_value_groups"), own.get("head_dim")
@@ -166,6 +174,7 @@ def _counts(attention: nn.Module, config: Any) -> Heads:
     features = getattr(getattr(layer, "linear", layer), "out_features", None)
     if isinstance(groups, int) and isinstance(size, int) and isinstance(features, int):
         return features // size * groups, features // size
+    # Else from its configuration, or from that of the model.
     config = own.get("config", config)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     fields = [source.get(field) for source in (own, config.to_dict()) for field in _COUNTS]
@@ -230,11 +239,11 @@ _TABLES = {
 
 def _why_unfit(config: Any) -> str:
     """Why the plan for a model is wrong here, where its configuration says so; empty otherwise."""
-    kind = getattr(config, "model_type", None)
-    if kind == "doge":
+    model_type = getattr(config, "model_type", None)
+    if model_type == "doge":
         return "its mask of attention has all heads, of which the carried plan shards the queries'"
-    if kind == "zaya":
+    if model_type == "zaya":
         return "it names layers of the router like those of an MLP"
-    if kind == "gpt_bigcode" and config.add_cross_attention:
+    if model_type == "gpt_bigcode" and config.add_cross_attention:
         return "its cross-attention splits one layer into keys and values of all heads"
     return ""

@@ -18,7 +18,7 @@ def inputs_for(model: Any, dtype: torch.dtype, length: int = TOKENS) -> Iterator
     parameters = inspect.signature(model.forward).parameters
     main = model.main_input_name
     names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD] or [main]
-    main = main if main in names else names[0]
+    main = main if main in names else names[0]  # Some name another.
     required = [n for n, p in parameters.items() if n in names and p.default is p.empty]
     seen: set[tuple[Any, ...]] = set()
     for made in _layouts(model.config, dtype, length):
@@ -26,6 +26,7 @@ def inputs_for(model: Any, dtype: torch.dtype, length: int = TOKENS) -> Iterator
             made.setdefault(main, made["query_embeds"])
         if main not in made:
             continue
+        # A mask is as long as the text, or the rows of states, of which features come last.
         first = made[main]
         steps = first.shape[-1] if first.dim() == 2 else first.shape[1]
         made["attention_mask"] = torch.ones(2, steps, dtype=torch.long)
@@ -33,6 +34,7 @@ def inputs_for(model: Any, dtype: torch.dtype, length: int = TOKENS) -> Iterator
         if getattr(model.config, "is_encoder_decoder", False):
             few.append("decoder_input_ids")
         more = ["input_ids", "pixel_values", "encoder_hidden_states"]
+        # Fewest first: running_inputs() takes the first with which most layers run.
         for chosen in (few, [*few, *required, *more], names):
             inputs = {name: made[name] for name in names if name in chosen and name in made}
             layout = tuple((name, value.shape) for name, value in inputs.items())
@@ -44,6 +46,7 @@ def inputs_for(model: Any, dtype: torch.dtype, length: int = TOKENS) -> Iterator
 def _layouts(config: Any, dtype: torch.dtype, length: int) -> Iterator[dict[str, Tensor]]:
     """Inputs by name: images whole and sound as frames of features last; as patches in a row and
     frames in a row; as videos; as rows of patches for each image."""
+    # Configurations name what they have in many ways, or not at all.
     sizes = _sizes(config)
     size = sizes.get("image_size") or 32
     height, width = size if isinstance(size, (list, tuple)) else (size, size)

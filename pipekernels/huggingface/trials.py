@@ -58,6 +58,7 @@ def attributes_to_divide(
     model: nn.Module, plan: Mapping[str, str], blocks: int
 ) -> list[dict[str, list[str]]]:
     """What to try in turn, by names of modules: numbers of heads and of their features."""
+    # The layers' owners may hold a number of heads, of features of all heads, or of neither.
     heads, sizes, features = set[str](), set[str](), {blocks}
     owners: dict[str, nn.Module] = {}
     for name, kind in plan.items():
@@ -76,6 +77,7 @@ def attributes_to_divide(
                     heads.add(key)
                 elif value in features - {blocks}:
                     sizes.add(key)
+    # All that count heads or none, with up to two that count features, fewest first.
     return [
         {name: own for name, owner in owners.items() if (own := sorted(keys & vars(owner).keys()))}
         for count in range(3)
@@ -111,6 +113,7 @@ def difference(
             tensor_parallelize(own, plan, comm)
             return _difference(cases, [results(own, c.training, c.inputs) for c in cases])
 
+    # A rank that fails leaves its communicator, so its peers fail too and no thread waits for ever.
     with ThreadPoolExecutor(world_size) as pool:
         ranks = [
             pool.submit(on_rank, comm, own)
@@ -129,7 +132,7 @@ def _difference(cases: Sequence[Case], found: Sequence[Mapping[str, Tensor]]) ->
                 return f"{key} has the shape {tuple(values[key].shape)}"
             bound = TOLERANCE[value.dtype] * value.abs().max().clamp_min(1e-6)
             if not (values[key] - value).abs().max() <= bound:
-                return f"{key} differs" + " in training" * case.training
+                return f"{key} differs{' in training' if case.training else ''}"
     return None
 
 
@@ -138,8 +141,9 @@ def results(model: nn.Module, training: bool, inputs: Mapping[str, Tensor]) -> d
     model.train(training).zero_grad()
     outputs = tensors_of(model(**inputs))
     torch.stack([o.square().mean() for o in outputs if o.requires_grad]).sum().backward()
+    # Gradients in place of weights for a moment, so that the full state gathers them.
     weights = {parameter: parameter.data for parameter in model.parameters()}
-    for parameter in weights:  # So that the full state is that of gradients.
+    for parameter in weights:
         grad = parameter.grad
         parameter.data = torch.zeros_like(parameter) if grad is None else grad
     gradients = {f"the gradient of {k}": v for k, v in full_state_dict(model).items()}
