@@ -53,7 +53,7 @@ def draw(program: Program) -> str:
         row = [" . "] * round(simulation.makespan)
         for action in lane:
             begin, m = round(simulation.start[action]), action.micro_batch
-            parts = [f" {m} "] if action.kind == "F" else [f"[{m} ", "  ]"]
+            parts = [f" {m} "] if action.type == "F" else [f"[{m} ", "  ]"]
             row[begin : begin + len(parts)] = parts
         lines.append("  " + "".join(row).rstrip())
     return "\n".join([*lines, f"  idle: {simulation.bubble:.0%} of the time"])

@@ -48,10 +48,8 @@ def _changed(before: Sequence[Any], wanted: Sequence[Any]) -> Iterator[None]:
 
 
 def cast_cache(enabled: bool) -> AbstractContextManager[None]:
-    """Turn autocast's cache of cast parameters on or off in the body.
-
-    Uses of a parameter that share one cast sum their gradients in its dtype, if one autograd call
-    covers them. The cache is process-wide, and a lane that leaves autocast empties it for all
-    lanes. So which uses share a cast would depend on the execution and on timing.
-    """
+    """Turn autocast's cache of cast parameters on or off in the body."""
+    # Uses of a parameter that share one cast sum their gradients in its dtype, if one autograd call
+    # covers them. The cache is process-wide, and a worker that leaves autocast empties it for all.
+    # So which uses share a cast would depend on the execution and on timing.
     return autocast_as([*settings()[:-1], enabled])

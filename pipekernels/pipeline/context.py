@@ -1,5 +1,5 @@
 """State of the calling thread: whether it recomputes, and what torch keeps for it, which is applied
-on the threads of lanes and in recomputations."""
+on workers and in recomputations."""
 
 from __future__ import annotations
 

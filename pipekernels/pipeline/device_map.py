@@ -51,9 +51,8 @@ def move_to_device(data: Any, device: DeviceLike) -> Any:
 
 
 def _moved(value: Any, device: torch.device) -> tuple[Any, bool]:
-    """``value`` on ``device``, and whether that is another object, as torch.compile does not trace
-    "is" between containers. One without moved leaves is returned itself, not a copy: a module may
-    append to a list that it is given."""
+    """``value`` on ``device``, and whether that is another object: torch.compile does not trace
+    "is" between containers."""
     is_leaf = isinstance(value, (torch.Tensor, PackedSequence))
     node = None if is_leaf else pytree_node(value)
     if node is None:
@@ -62,14 +61,14 @@ def _moved(value: Any, device: torch.device) -> tuple[Any, bool]:
     entries, context = node.flatten_fn(value)
     moved = [_moved(entry, device) for entry in entries]
     if not any(changed for _, changed in moved):
-        return value, False
+        return value, False  # Not a copy: a module may append to a list that it is given.
     return node.unflatten_fn([new for new, _ in moved], context), True
 
 
 def _moved_leaf(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
-        on_edge = has_streams(device) or has_streams(leaf.device)
-        if on_edge and leaf.device != device and leaf.layout is torch.strided:
+        overlaps = has_streams(device) or has_streams(leaf.device)
+        if overlaps and leaf.device != device and leaf.layout is torch.strided:
             return p2p_copy(leaf, device)
         return leaf.to(device)
     if isinstance(leaf, NoChunk):
@@ -188,8 +187,7 @@ def _placed(
     modules: Mapping[str, nn.Module], mapped: Mapping[str, _Devices]
 ) -> tuple[dict[str, torch.device | None], dict[nn.Module, _Devices]]:
     """The device of each module, its own or else its parent's, None if there is neither; and the
-    modules whose calls move tensors: those mapped, except ModuleLists and ModuleDicts the modules
-    in them."""
+    modules whose calls move tensors."""
     for name in mapped:
         if name not in modules:
             raise ValueError(
@@ -208,6 +206,7 @@ def _placed(
         devices = mapped.get(name)
         device = devices.processing if devices else computing.get(name.rpartition(".")[0])
         computing[name] = device
+        # These are never called, so the modules in them move tensors in their place.
         if devices and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             for key, _ in module.named_children():
                 mapped.setdefault(f"{name}.{key}" if name else key, devices)
@@ -221,6 +220,7 @@ def _placed(
                 f"a {type(module).__name__} takes no hooks, so nothing can follow it to its "
                 "device; place the module that it was made from, or one that calls it"
             )
+        # A tensor has one place. What no name covers stays where it is.
         own = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         for key, tensor in chain(*own):
             what = [(f"{key!r} of module {name!r}", tensor)]

@@ -35,14 +35,12 @@ class Activation:
         """This activation with ``skips`` added, each a tensor and whether it wants a gradient."""
         if not skips:
             return self
-        tensors, wants = zip(*skips.values(), strict=True)
-        wants = self.wants_grad + wants
-        return Activation(self.tensors + tensors, wants, self.structure, tuple(skips), self.sources)
+        tensors = (*self.tensors, *[tensor for tensor, _ in skips.values()])
+        wants_grad = (*self.wants_grad, *[wants for _, wants in skips.values()])
+        return Activation(tensors, wants_grad, self.structure, tuple(skips), self.sources)
 
     def without_skips(self) -> tuple[Activation, dict[Any, tuple[torch.Tensor, bool]]]:
         """The activation of the value alone, and the skips."""
-        if not self.skips:
-            return self, {}
         n = len(self.tensors) - len(self.skips)
         skips = zip(self.tensors[n:], self.wants_grad[n:], strict=True)
         value = Activation(self.tensors[:n], self.wants_grad[:n], self.structure)
@@ -72,9 +70,9 @@ def rows_of(tensors: Sequence[torch.Tensor], dim: int, what: str) -> int:
     for i, tensor in enumerate(tensors):
         if tensor.dim() <= dim:
             raise ValueError(
-                f"{what} {i} has {tensor.dim() or 'no'} dimension{'s' * (tensor.dim() > 1)}; batch "
-                f"dimension {dim} is needed to split it (NoChunk(tensor) gives it whole to every "
-                "microbatch)"
+                f"{what} {i} has {tensor.dim() or 'no'} dimension{'s' if tensor.dim() > 1 else ''};"
+                f" batch dimension {dim} is needed to split it (NoChunk(tensor) gives it whole to "
+                "every microbatch)"
             )
         if tensor.size(dim) != tensors[0].size(dim):
             raise ValueError(
@@ -233,6 +231,7 @@ class Gather:
         if len(self._sizes) == 1:
             self._lengths = [part.size(dim)]
             return
+        # The first part to arrive decides how many entries a row has, and all other dimensions.
         if not self._lengths:
             self._shape = list(part.shape)
             rows = part.size(dim) // self._sizes[m]
@@ -251,17 +250,17 @@ class Gather:
         """Copy the part of microbatch ``m``; a single one is kept. ValueError if it has no
         dimension ``dim``, or another shape than the first part lets expect."""
         self._check(m, part)
-        part, whole = part.detach(), self._whole
         if len(self._sizes) == 1:
-            self._whole = part
+            self._whole = part.detach()
             return
+        whole = self._whole
         if whole is None:
             whole = self._new_whole(part)
         elif whole.dtype != part.dtype:  # As torch.cat() joins them.
             whole = whole.to(torch.promote_types(whole.dtype, part.dtype))
         if whole is not self._whole:
             self._whole, self._places = whole, self.slices(whole)
-        self._places[m].copy_(part)
+        self._places[m].copy_(part.detach())
 
     def _new_whole(self, part: torch.Tensor) -> torch.Tensor:
         """An empty tensor for parts like ``part``; channels last if this is."""
@@ -302,8 +301,8 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 
 class OutputConsumer(Protocol):
-    """Receives the last stage's outputs and returns their gradients; only that stage's lane calls
-    it."""
+    """Receives the last stage's outputs and returns their gradients; only the worker of that stage
+    calls it."""
 
     parameter_grads: dict[int, torch.Tensor]
     """Gradients of parameters besides those of the stages, by id of the parameter."""

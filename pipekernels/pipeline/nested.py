@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -81,7 +81,10 @@ def arguments_of(layer: nn.Module, value: Any) -> Any:
     forward of ``layer`` takes several arguments and these are among them."""
     if type(value) not in (tuple, dict):
         return value
-    parameters = parameters_of(layer)
+    try:
+        parameters = inspect.signature(layer.forward).parameters
+    except (TypeError, ValueError):  # It has no signature, as one not written in Python.
+        return value
     kinds = [parameter.kind for parameter in parameters.values()]
     if len(kinds) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
         return value
@@ -89,15 +92,6 @@ def arguments_of(layer: nn.Module, value: Any) -> Any:
         return Arguments(value, {})
     named = inspect.Parameter.VAR_KEYWORD in kinds or value.keys() <= parameters.keys()
     return Arguments((), value) if named else value
-
-
-def parameters_of(layer: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """The parameters of the layer's forward; none if it has no signature, as one not written in
-    Python."""
-    try:
-        return inspect.signature(layer.forward).parameters
-    except (TypeError, ValueError):
-        return {}
 
 
 _TENSOR = object()  # Stands for a tensor among the leaves of a structure.
@@ -140,7 +134,7 @@ class Structure:
         """
         if not any(type(leaf) in _splits for leaf in self._leaves):
             return [self] * len(sizes)
-        columns = []
+        columns = []  # Of each leaf, its part for each microbatch.
         for leaf in self._leaves:
             split = _splits.get(type(leaf))
             parts = list(split(leaf, sizes)) if split else [leaf] * len(sizes)
@@ -156,8 +150,8 @@ class Structure:
         """Whether both have the same containers, with tensors in the same places."""
         if self is other:
             return True
-        places, others = ([x is _TENSOR for x in either._leaves] for either in (self, other))
-        return places == others and self._layout == other._layout
+        own, others = ([x is _TENSOR for x in each._leaves] for each in (self, other))
+        return own == others and self._layout == other._layout
 
 
 SINGLE_TENSOR = Structure(None, [_TENSOR])
@@ -198,26 +192,27 @@ def flatten(
         return (value,), SINGLE_TENSOR
     if type(value) is tuple and {*map(type, value)} == {torch.Tensor}:
         return value, _tuple_of(len(value))  # Often; pytree would take twice as long.
+    # Leaves, even if pytree knows the classes: tensors in them are not rows of the batch.
     whole = set(_splits) if chunks is not None else set()
     if chunks is not None and chunks > 1:
         whole.add(PackedSequence)
-    found, layout = tree_flatten(value, (lambda each: type(each) in whole) if whole else None)
+    leaves, layout = tree_flatten(value, (lambda each: type(each) in whole) if whole else None)
     tensors = []
-    for i, leaf in enumerate(found):
+    for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
-            found[i] = _TENSOR
+            leaves[i] = _TENSOR
         elif isinstance(leaf, NoChunk):
-            found[i] = leaf.tensor
+            leaves[i] = leaf.tensor
         elif type(leaf) not in _splits:
             _check_leaf(leaf, what)
     if not tensors:
-        kind = "arguments without one" if isinstance(value, Arguments) else type(value).__name__
+        got = "arguments without one" if isinstance(value, Arguments) else type(value).__name__
         raise TypeError(
             f"{what} must be a tensor or a tuple, list or dict with at least one tensor in it, not "
-            f"{kind}"
+            f"{got}"
         )
-    return tuple(tensors), Structure(layout, found)
+    return tuple(tensors), Structure(layout, leaves)
 
 
 def _check_leaf(leaf: Any, what: str) -> None:

@@ -27,16 +27,16 @@ def has_collectives(module: nn.Module) -> bool:
 def check_sequential(module: nn.Module) -> None:
     """Raise a TypeError unless ``module`` is an ``nn.Sequential`` that does nothing but call its
     layers."""
-    kind = type(module).__name__
+    name = type(module).__name__
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"module must be an nn.Sequential, not {kind}; of any other model, "
+            f"module must be an nn.Sequential, not {name}; of any other model, "
             "tensor_parallelize(model) shards the layers over ranks, and "
             "parallelize_pipeline(model, module_to_device) places its modules on devices"
         )
     if does_more(module, nn.Sequential):
         raise TypeError(
-            f"the {kind} has its own forward, parameters, buffers or hooks, beyond its layers, and "
+            f"the {name} has its own forward, parameters, buffers or hooks, beyond its layers, and "
             "the stages would not have them; make a layer of it, nn.Sequential(module, ...)"
         )
 
@@ -71,6 +71,7 @@ def split_module(
             f"{len(devices)} devices for {len(balance)} partitions; give at least one device per "
             "partition (a device may be repeated)"
         )
+    # All are checked before one is moved, so that an error leaves the module where it was.
     partitions = []
     home: dict[int, torch.device] = {}
     rest = iter(named)
@@ -92,19 +93,21 @@ def split_module(
 
 
 def deny_sharing(
-    items: Iterable[tuple[str, object]], owner: T, owners: dict[int, T], kind: str, remedy: str
+    items: Iterable[tuple[str, object]], owner: T, owners: dict[int, T], sharers: str, remedy: str
 ) -> None:
     """Raise a ValueError if one of ``items``, with their names, has another owner than ``owner``;
-    else add them to ``owners``, by id. The message says what ``kind`` of owners share it."""
+    else add them to ``owners``, by id. ``sharers`` says what shares it, such as "stages on"."""
     for name, item in items:
         other = owners.setdefault(id(item), owner)
         if other != owner:
-            raise ValueError(f"{name} is shared by {kind} {other} and {owner}; {remedy}")
+            raise ValueError(f"{name} is shared by {sharers} {other} and {owner}; {remedy}")
 
 
 def warn_of_sequence_first(modules: Iterable[nn.Module], chunks: int, batch_dim: int) -> None:
     """Warn if one of ``modules`` says that its batch dimension is 1, and 0 is to be cut."""
-    for layer in modules if chunks > 1 and batch_dim == 0 else ():
+    if chunks == 1 or batch_dim != 0:
+        return
+    for layer in modules:
         if getattr(layer, "batch_first", True) is False:
             warnings.warn(
                 f"a {type(layer).__name__} has batch_first=False, so its dimension 0 is time, and "

@@ -116,7 +116,7 @@ class Pipe(nn.Module):
                 raise TypeError(f"{name} is {value!r}; it must be a list with an entry per stage")
         self.chunks = integer("chunks", whole(chunks))
         self.batch_dim = integer("batch_dim", batch_dim, least=0)
-        # A custom layer may transpose its input before it calls such a layer.
+        # Not of a custom layer, which may transpose its input before it calls one of torch's.
         of_torch = [layer for layer in module if type(layer).__module__.startswith("torch.nn.")]
         inner = chain.from_iterable(layer.modules() for layer in of_torch)
         warn_of_sequence_first(inner, self.chunks, self.batch_dim)
@@ -130,9 +130,9 @@ class Pipe(nn.Module):
                 "module has parameters whose shape is not known yet; run it once before piping it"
             )
         verify_skippables(module)
-        chosen = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        if devices is not None:
-            chosen = list(map(usable, devices))
+        gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        chosen = gpus if devices is None else list(map(usable, devices))
+        # One more than a layer's parameters, so that layers without any are divided evenly too.
         if balance is None:
             sizes = [1 + sum(p.numel() for p in layer.parameters()) for layer in layers(module)]
             stages = min(len(sizes), len(chosen) or torch.get_num_threads())
@@ -141,7 +141,7 @@ class Pipe(nn.Module):
         for i, length in enumerate(self.balance):
             check_integer("an entry of balance", length)
             self.balance[i] = int(length)
-        if devices is None and not chosen:
+        if devices is None and not chosen:  # No GPU.
             chosen = [torch.device("cpu")] * len(self.balance)
         partitions = split_module(module, self.balance, chosen)
         self.devices: list[torch.device] = chosen[: len(partitions)]
@@ -308,7 +308,7 @@ class Pipe(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Cast with ``to(dtype)``; ``to(device)`` and ``to(tensor)`` raise a TypeError."""
-        moves = isinstance((*args, None)[0], (torch.device, int, str, torch.Tensor))
+        moves = bool(args) and isinstance(args[0], (torch.device, int, str, torch.Tensor))
         if moves or "device" in kwargs or "tensor" in kwargs:
             raise TypeError(_MOVE_DENIED)
         return super().to(*args, **kwargs)

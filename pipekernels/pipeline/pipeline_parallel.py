@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -144,6 +144,10 @@ def _devices(stages: Sequence[PipelineStage]) -> list[torch.device]:
                 f"the layers of stage {stage.index} are on {', '.join(sorted(map(str, devices)))}; "
                 "move the stage to one device"
             )
-    first = next(filter(None, found), {torch.device("cpu")})
-    filled = accumulate(found, lambda before, own: own or before, initial=first)
-    return [device for (device,) in islice(filled, 1, None)]
+    # The stages before the first one with tensors run on its device.
+    current = next(filter(None, found), {torch.device("cpu")})
+    result: list[torch.device] = []
+    for devices in found:
+        current = devices or current
+        result += current
+    return result

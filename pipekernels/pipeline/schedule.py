@@ -1,5 +1,5 @@
-"""Pipeline schedules as data: which lane runs which action, in which order. No tensors and threads
-here: the engine runs programs, :func:`simulate` predicts their times."""
+"""Pipeline schedules as data: the actions of each lane, in order; a worker runs a lane. No tensors
+and threads here: the engine runs programs, :func:`simulate` predicts their times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from pipekernels._arguments import integer
 
 ScheduleName = Literal["gpipe", "1f1b", "1F1B", "interleaved", "zb-h1"]
-ActionKind = Literal["F", "B", "I", "W"]
+ActionType = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
@@ -23,14 +23,9 @@ class Action(NamedTuple):
     of the stage's inputs, then those of its parameters.
     """
 
-    kind: ActionKind
+    type: ActionType
     stage: int
     micro_batch: int
-
-    @property
-    def goes_up(self) -> bool:
-        """Whether its result goes from the last stage towards the first."""
-        return self.kind in ("B", "I")
 
 
 class Program:
@@ -42,11 +37,11 @@ class Program:
     @cached_property
     def receivers(self) -> dict[Action, Action]:
         """For each action, if there is one, the action that gets its result."""
-        found = {action: _needs(action) for lane in self.lanes for action in lane}
+        needs = {action: _needs(action) for lane in self.lanes for action in lane}
         return {
             sender: action
-            for action, needs in found.items()
-            for sender in needs & found.keys()
+            for action, needed in needs.items()
+            for sender in needed & needs.keys()
             if sender.stage != action.stage
         }
 
@@ -65,17 +60,17 @@ class Program:
     @cached_property
     def splits(self) -> bool:
         """Whether the program has backwards in two parts."""
-        return any(action.kind == "I" for lane in self.lanes for action in lane)
+        return any(action.type == "I" for lane in self.lanes for action in lane)
 
     @cached_property
     def forwards(self) -> Program:
         """The forwards alone."""
-        return Program([[a for a in lane if a.kind == "F"] for lane in self.lanes])
+        return Program([[a for a in lane if a.type == "F"] for lane in self.lanes])
 
     @cached_property
     def backwards(self) -> Program:
         """The backwards alone."""
-        return Program([[a for a in lane if a.kind != "F"] for lane in self.lanes])
+        return Program([[a for a in lane if a.type != "F"] for lane in self.lanes])
 
 
 Pairs = Sequence[tuple[int, int]]
@@ -84,11 +79,9 @@ Pairs = Sequence[tuple[int, int]]
 
 def _lane(forwards: Pairs, backwards: Pairs, ahead: int, lag: int = 0) -> list[Action]:
     """``ahead`` of the forwards, then a backward and a forward in turn. With a ``lag``, backwards
-    are in two parts, W that many backwards behind I.
-
-    A lag of ``stage`` keeps the earlier stages busy. More would cost memory, because the graph of a
-    microbatch lives until its W. No stage waits for stage 0, whose backwards are whole.
-    """
+    are in two parts, W that many backwards behind I."""
+    # A lag of `stage` keeps the earlier stages busy. More would cost memory, because the graph of a
+    # microbatch lives until its W. No stage waits for stage 0, whose backwards are whole.
     later = [Action("F", *pair) for pair in forwards]
     firsts = [Action("I" if lag else "B", *pair) for pair in backwards]
     seconds = [*[None] * lag, *(Action("W", *pair) for pair in backwards if lag)]
@@ -141,16 +134,18 @@ def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
     bounds = [group * micro_batches // count for group in range(count + 1)]
     groups = [range(begin, end) for begin, end in pairwise(bounds)]
     largest = max(len(group) for group in groups)
-    program = []
+    rows = []
     for lane in range(lanes):
         own = range(lane, stages, lanes)
         forwards = [(stage, m) for group in groups for stage in own for m in group]
         backwards = [(stage, m) for group in groups for stage in reversed(own) for m in group]
+        # Forwards until the first backward arrives: one per lane from here to the last; with more
+        # stages per lane, one per lane on the way back, after a group in each stage but the last.
         ahead = lanes - lane
         if len(own) > 1:
             ahead += (lanes - lane - 1) + (len(own) - 1) * largest
-        program.append(_lane(forwards, backwards, ahead))
-    return Program(program)
+        rows.append(_lane(forwards, backwards, ahead))
+    return Program(rows)
 
 
 @dataclass(frozen=True)
@@ -201,13 +196,13 @@ GPIPE = Schedule("gpipe")
 
 
 @lru_cache(maxsize=256)
-def order_of_issue(program: Program, waits: frozenset[int] = frozenset()) -> tuple[Action, ...]:
+def order_of_issue(program: Program, on_host: frozenset[int] = frozenset()) -> tuple[Action, ...]:
     """The order in which ideal lanes would start the actions, for a thread that issues them to
-    devices asynchronously. A device runs actions in the order of issue, so this order keeps it from
-    waiting for an action that cannot start while others could. Actions of the stages in ``waits``,
-    which the thread runs itself, come after others that could start at the same time."""
+    devices asynchronously. Actions of the stages ``on_host``, which the thread runs itself, come
+    after others that could start at the same time."""
+    # A device runs actions in the order of issue, so one that cannot start yet blocks others.
     start = simulate(program).start
-    return tuple(sorted(program.order, key=lambda action: (start[action], action.stage in waits)))
+    return tuple(sorted(program.order, key=lambda action: (start[action], action.stage in on_host)))
 
 
 class Simulation(NamedTuple):
@@ -225,7 +220,7 @@ class Simulation(NamedTuple):
 
 def units(action: Action) -> float:
     """Default duration of ``action``, in units of a forward's."""
-    return 2.0 if action.kind == "B" else 1.0
+    return 2.0 if action.type == "B" else 1.0
 
 
 def simulate(program: Program, cost: Callable[[Action], float] = units) -> Simulation:
@@ -237,16 +232,17 @@ def simulate(program: Program, cost: Callable[[Action], float] = units) -> Simul
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     while any(waiting):
-        # Forwards are not needed by backwards alone.
+        # The next action of each lane. A program of backwards alone lacks the forwards they need.
         needs = {lane[0]: _needs(lane[0]) & actions for lane in waiting if lane}
         runnable = [action for action, needed in needs.items() if needed <= end.keys()]
         if not runnable:
             raise ValueError(f"the program deadlocks: its lanes wait at {list(needs)}")
+        # Each lane has its own clock, so this choice changes the order of `start`, but no time.
         action = max(runnable, key=_progress)
-        lane = program.lane_of[action.stage]
-        start[action] = max([clock[lane], *(end[need] for need in needs[action])])
-        end[action] = clock[lane] = start[action] + cost(action)
-        waiting[lane].popleft()
+        row = program.lane_of[action.stage]
+        start[action] = max([clock[row], *(end[need] for need in needs[action])])
+        end[action] = clock[row] = start[action] + cost(action)
+        waiting[row].popleft()
     makespan = max(clock, default=0.0)
     capacity = len(clock) * makespan
     bubble = 1.0 - sum(map(cost, end)) / capacity if capacity > 0 else 0.0
@@ -256,10 +252,10 @@ def simulate(program: Program, cost: Callable[[Action], float] = units) -> Simul
 def _needs(action: Action) -> set[Action]:
     """What must be done before ``action``: the same on the stage that it receives from, and for a
     backward its forward or first part."""
-    kind, stage, m = action
-    if kind == "F":
+    action_type, stage, m = action
+    if action_type == "F":
         return {Action("F", stage - 1, m)}
-    if kind == "W":
+    if action_type == "W":
         return {Action("I", stage, m)}
     return {Action("F", stage, m), Action("B", stage + 1, m), Action("I", stage + 1, m)}
 
@@ -267,4 +263,5 @@ def _needs(action: Action) -> set[Action]:
 def _progress(action: Action) -> tuple[bool, int]:
     """Larger for what a single thread should run earlier: backwards first, then what is nearest to
     its end, the last stage for a forward and the first one for a backward."""
-    return action.kind != "F", -action.stage if action.goes_up else action.stage
+    # The second part of a backward (W) precedes other backwards: it frees a microbatch's graph.
+    return action.type != "F", -action.stage if action.type in ("B", "I") else action.stage

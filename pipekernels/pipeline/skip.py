@@ -44,8 +44,8 @@ class stash:
     tensor: torch.Tensor | None
 
     def __post_init__(self) -> None:
-        kinds = (torch.Tensor, type(None))
-        check_kind(f"the skip {self.name!r}", self.tensor, kinds, "a tensor or None")
+        types = (torch.Tensor, type(None))
+        check_kind(f"the skip {self.name!r}", self.tensor, types, "a tensor or None")
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,9 @@ def _isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> 
     declared = self._stashes | self._pops
     names = set(only) if only is not None else declared
     if not names <= declared:
-        unknown, known = (", ".join(map(repr, sorted(n))) for n in (names - declared, declared))
-        raise ValueError(
-            f"{type(self).__name__} has no skip {unknown}; its skips are {known or 'none'}"
-        )
+        unknown = ", ".join(map(repr, sorted(names - declared)))
+        known = ", ".join(map(repr, sorted(declared))) or "none"
+        raise ValueError(f"{type(self).__name__} has no skip {unknown}; its skips are {known}")
     self._skip_namespaces = {**self._skip_namespaces, **dict.fromkeys(names, ns)}
     return self
 
@@ -130,10 +129,11 @@ def _keys(layer: Any, names: Iterable[str]) -> list[Key]:
 def _result(layer: Any, result: Any) -> Any:
     """What a forward returns that returned ``result``: a generator is run to its end, and the
     commands that it yields are executed."""
-    skips, kind = _current.skips, type(layer).__name__
-    declared = {("stash", name) for name in layer._stashes}
-    declared |= {("pop", name) for name in layer._pops}
-    left, stashed = set(declared), dict[Key, torch.Tensor | None]()
+    skips, name = _current.skips, type(layer).__name__
+    declared = {("stash", skip) for skip in layer._stashes}
+    declared |= {("pop", skip) for skip in layer._pops}
+    missing = set(declared)  # Commands that are still to come.
+    stashed = dict[Key, torch.Tensor | None]()
     answer: torch.Tensor | None = None
     while inspect.isgenerator(result):
         try:
@@ -143,28 +143,29 @@ def _result(layer: Any, result: Any) -> Any:
             break
         if not isinstance(command, (stash, pop)):
             raise TypeError(
-                f"{kind} yielded {type(command).__name__}; a forward yields stash(name, tensor) or "
+                f"{name} yielded {type(command).__name__}; a forward yields stash(name, tensor) or "
                 "pop(name)"
             )
-        what, name = type(command).__name__, command.name
-        if (what, name) not in left:
-            reason = "a second time" if (what, name) in declared else "without declaring it"
+        # A command must be declared, and is used once: the routes between stages rely on that.
+        does, skip = type(command).__name__, command.name
+        if (does, skip) not in missing:
+            reason = "a second time" if (does, skip) in declared else "without declaring it"
             raise RuntimeError(
-                f"{kind} does {what}({name!r}) {reason}; every skip is declared with "
-                f"@skippable({what}=[...]) and used once per forward"
+                f"{name} does {does}({skip!r}) {reason}; every skip is declared with "
+                f"@skippable({does}=[...]) and used once per forward"
             )
-        left.remove((what, name))
-        (key,) = _keys(layer, [name])
+        missing.remove((does, skip))
+        (key,) = _keys(layer, [skip])
         answer = None
         if isinstance(command, pop):
             if key not in skips:
-                raise RuntimeError(f"{kind} pops {name!r}, which no layer before it has stashed")
+                raise RuntimeError(f"{name} pops {skip!r}, which no layer before it has stashed")
             answer = skips.pop(key)
         else:
             stashed[key] = command.tensor
-    if left:
-        what, name = min(left)
-        raise RuntimeError(f"{kind} declares {what}={[name]} and did not {what} it in this forward")
+    if missing:
+        does, skip = min(missing)
+        raise RuntimeError(f"{name} declares {does}={[skip]} and did not {does} it in this forward")
     skips.update(stashed)  # Only now: a forward that raises must not stash anything.
     return result
 
@@ -206,6 +207,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     def fault(name: str, does: str, key: Key, why: str) -> None:
         faults.append(f"layer {name!r} {does} {key[1]!r}, which {why}")
 
+    # In the order in which layers run. A layer pops before it stashes, so it cannot pop its own.
     for name, layer in module.named_modules():
         for key in layer.poppable() if hasattr(layer, "_pops") else ():
             if key in popped:

@@ -20,9 +20,9 @@ Mark = Callable[[], float]
 
 
 def clock(stream: torch.cuda.Stream | None) -> Callable[[], Mark]:
-    """What marks the present position in the order of issue to ``stream``, for which this waits, to
-    relate the device's time to the host's; its marks wait too. None is for work that is done when
-    its call returns."""
+    """A function that marks the present position in the order of issue to ``stream``; None is for
+    work that is done when its call returns. Waits for the stream, to relate the device's time to
+    the host's, as reading a mark does."""
 
     def record() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -120,13 +120,13 @@ class Timeline:
         events = [(phase.program, event) for phase in self.phases for event in phase.events]
         origin = min((event.start for _, event in events), default=0.0)
         for program, (action, start, end) in events:
-            kind, stage, micro_batch = action
+            action_type, stage, micro_batch = action
             rows.append(
                 {
                     "ph": "X",
                     "pid": 0,
                     "tid": program.lane_of[stage],
-                    "name": f"{kind}{micro_batch}",
+                    "name": f"{action_type}{micro_batch}",
                     "ts": (start - origin) * 1e6,
                     "dur": (end - start) * 1e6,
                     "args": {"stage": stage, "micro_batch": micro_batch},

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipekernels import Communicator, Pipe, move_to_device
 from pipekernels.pipeline.context import MODES
-from pipekernels.pipeline.engine.lanes import intra_op_threads
+from pipekernels.pipeline.engine.workers import intra_op_threads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,7 +59,7 @@ def test_bits_of_the_loop(name: str, way: str, execution: str, checkpoint: str) 
         module, model.balance, devices=["cpu"] * stages, chunks=CHUNKS, checkpoint=checkpoint,
         execution=execution, **model.options,
     )  # fmt: skip
-    # Each lane has one of the intra-op threads.
+    # Each worker has one of the intra-op threads.
     lanes = min(lanes_for(way, stages).get("lanes", stages), CHUNKS)
     with intra_op_threads(lanes), autocast(model), Watching() if mode else nullcontext():
         found = [results(pipe, way, args, module, stages, model.loss) for _ in range(2)]

@@ -107,7 +107,7 @@ def test_the_default_device_is_that_of_the_caller(execution: str, checkpoint: st
         assert made == [device] * (4 if checkpoint == "never" else 8)
 
 
-def test_lanes_flush_denormals_as_the_caller(execution: str) -> None:
+def test_workers_flush_denormals_as_the_caller(execution: str) -> None:
     x = torch.full((4, 2), 1e-38, requires_grad=True)
     pipe = pipe_of(FunctionLayer(lambda x: x / 2), nn.Identity())
     for flush in (False, True, False):

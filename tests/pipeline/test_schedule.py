@@ -80,7 +80,7 @@ def test_every_program_is_complete_and_can_run(name: str, micro_batches: int, st
     assert len(order) == len(set(order))
     for stage in range(stages):
         kinds = {
-            k: [a.micro_batch for a in order if (a.kind, a.stage) == (k, stage)] for k in "FBIW"
+            k: [a.micro_batch for a in order if (a.type, a.stage) == (k, stage)] for k in "FBIW"
         }
         assert sorted(kinds["F"]) == list(range(micro_batches))
         assert sorted(kinds["F"]) == sorted(kinds["B"] + kinds["I"])
@@ -100,7 +100,7 @@ def _most_held(program: Program) -> list[int]:
     It holds them from their forward to their backward, or the backward's second part.
     """
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
-    return [max(accumulate(change[action.kind] for action in lane)) for lane in program.lanes]
+    return [max(accumulate(change[action.type] for action in lane)) for lane in program.lanes]
 
 
 def test_makespan_and_memory_of_all_schedules() -> None:

@@ -33,22 +33,22 @@ from pipekernels.pipeline.timeline import Timeline
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
-# Engines whose layers are running: on this thread, or on the caller's if this thread is a lane
-# (lanes run in a copy of their caller's context).
+# Engines whose layers are running: on this thread, or on the caller's if this thread is a worker
+# (workers run in a copy of their caller's context).
 _running: ContextVar[tuple[Engine, ...]] = ContextVar("pipekernels_running", default=())
 
 
 class Engine:
     """Runs mini-batches through stages.
 
-    Lanes run only if every stage is on the CPU. CUDA launches return at once, so one thread keeps
+    Workers run only if every stage is on the CPU. CUDA launches return at once, so one thread keeps
     all devices busy, and a backward that waited for other threads would block autograd's only
     thread for that device.
 
     With stages on CUDA devices, a backward runs on autograd's thread for the output's device. While
     that thread waits for another device, it may start the backward of another mini-batch of this
     pipe before the first one has ended. So mini-batches share nothing that a backward changes: each
-    has its own aliases, and restores those that it replaced.
+    has its own parameter copies, and restores those that it replaced.
 
     Args:
         partitions: the stages.
@@ -57,30 +57,27 @@ class Engine:
     """
 
     def __init__(
-        self,
-        partitions: Sequence[nn.Sequential],
-        devices: Sequence[torch.device],
-        execution: str,
+        self, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device], execution: str
     ) -> None:
         self.stages = Stages(partitions, devices)
         self._executions = Executions(self.stages, execution)
-        # Held during each forward and each backward: both install the aliases and take the
-        # gradients that those accumulate.
+        # Held during each forward and each backward: both install the parameter copies and take
+        # the gradients that those accumulate.
         self.lock = threading.RLock()
         # Entered while a training step waits for autograd's threads: such a thread may be starting
         # a backward of this pipe, which needs the lock. Other training steps and forwards must not
-        # get it, as they would mistake the aliases for parameters: `_turns` keeps them out.
+        # get it, as they would mistake the copies for parameters: `_turns` keeps them out.
         self._unlocked = _Unlocked(self.lock)
         self._turns = threading.RLock()
         self._latest = Parameters(partitions)
-        # Of mini-batches that have ended, for reuse.
+        # Those of mini-batches that have ended, for reuse: making them takes time.
         self._free_parameters = [self._latest]
 
-    # torch.compile supports neither lanes nor their locks.
+    # torch.compile supports neither workers nor their locks.
     @disable_dynamo
     def run(self, make_batch: Callable[[], Batch], checkpoint: str) -> Any:
         """Run a mini-batch through all stages; returns the last one's value. ``checkpoint`` is one
-        of ``checkpoint.MODES``."""
+        of ``context.MODES``."""
         batch = make_batch()
         # A training step may be waiting for a thread that runs a backward, so a forward on such a
         # thread must not wait for the step.
@@ -88,6 +85,7 @@ class Engine:
         with self._as_running(), turn, self.lock:
             step = self._start(GPIPE, batch, checkpoint, trains=False)
             with self._committed():
+                # Alone, the microbatch runs in the caller's graph. Else the pipe is one node in it.
                 if step.is_alone(batch.tensors):
                     self.recycle(step)
                     return step.run_alone(batch.tensors)
@@ -112,15 +110,15 @@ class Engine:
             losses = make_losses(step)
             waiting = self._unlocked if self.stages.with_streams else _NOTHING
             with self._committed():
-                inputs, own = step.train(losses, waiting)
+                input_grads, parameter_grads = step.train(losses, waiting)
                 losses.check()
             assert step.parameters is not None
             parameters = step.parameters.unique
             self.recycle(step)
             # Keep no other reference to a gradient: autograd would then copy it.
-            grads = [*inputs, *own]
+            grads = [*input_grads, *parameter_grads]
             targets = [*batch.tensors, *parameters]
-            del inputs, own
+            del input_grads, parameter_grads
             wanted = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
             # Accumulated by autograd, so that the parameters' hooks run.
             root = GivenGradients.apply(grads, *wanted) if wanted else None
@@ -129,7 +127,7 @@ class Engine:
         return losses.total()
 
     def recycle(self, step: Step) -> None:
-        """Keep the aliases of a mini-batch that has ended, for reuse."""
+        """Keep the parameter copies of a mini-batch that has ended, for reuse."""
         if step.parameters is not None:
             self._free_parameters.append(step.parameters)
 
@@ -144,9 +142,9 @@ class Engine:
 
     @contextmanager
     def _as_running(self) -> Iterator[None]:
-        """Mark this engine as running. Refuse a nested run, which on a lane would wait for the lock
-        of the caller, who waits for the lane."""
+        """Mark this engine as running in the body. RuntimeError if it is already."""
         around = _running.get()
+        # A nested run on a worker would wait for the lock of the caller, who waits for the worker.
         if self in around:
             raise RuntimeError(
                 "a layer of a pipe calls the pipe that it is in; give the layer, in place of the "
@@ -163,10 +161,11 @@ class Engine:
         return committed(self.stages.modules) if deferred else _NOTHING
 
     def _current_parameters(self) -> Parameters:
-        """Aliases that no other mini-batch has."""
+        """Parameter copies that no other mini-batch has."""
         known = self._free_parameters.pop() if self._free_parameters else None
         if known is not None and known.is_current():
             return known
+        # What is known of layers, and plans made by it, holds until layers change, not parameters.
         if self._latest.changed_stage() is not None:
             self.stages.inspect_layers()
             self._executions.forget()
@@ -185,7 +184,9 @@ class Engine:
         structure = batch.structure.on(stages.devices[0])
         inputs = Scatter(Batch(tensors, structure, batch.chunks, batch.dim), wanted)
         count = len(inputs.sizes)
-        dropped = count - (checkpoint == "except_last") if grad and checkpoint != "never" else 0
+        dropped = 0
+        if grad and checkpoint != "never":
+            dropped = count - 1 if checkpoint == "except_last" else count
         signature = Signature(
             schedule,
             micro_batches=count,
@@ -197,7 +198,7 @@ class Engine:
         )
         fuses = stages.timeline is None and not is_profiler_enabled()
         plan, record = self._executions.choose(signature, fuses=fuses)
-        if not grad:
+        if not grad:  # The layers then use the parameters themselves.
             self._free_parameters.append(parameters)
         return Step(
             plan=plan,
@@ -228,13 +229,13 @@ class PipeNode(torch.autograd.Function):
         with ctx.engine.lock:
             inputs, parameters = ctx.step.backward(grads, keep_graph)
             # Autograd may run what a loss has besides the pipe's output after this node.
-            when_backward_ends(partial(_check, ctx.engine.lock, ctx.step.parameters))
+            when_backward_ends(partial(_deny_accumulated, ctx.engine.lock, ctx.step.parameters))
             if not keep_graph:
                 ctx.engine.recycle(ctx.step)
         return (None, None, *inputs, *parameters)
 
 
-def _check(lock: threading.RLock, parameters: Parameters) -> None:
+def _deny_accumulated(lock: threading.RLock, parameters: Parameters) -> None:
     with lock:
         parameters.deny_accumulated()
 

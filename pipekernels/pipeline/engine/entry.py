@@ -53,9 +53,11 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     if not plain or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
         return tensor.detach().clone()
     source = tensor.detach()
-    extent, overlaps = 1, False
+    # From the smallest stride: elements overlap if a stride is less than the extent so far.
+    overlaps = False
+    extent = 1
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        overlaps |= n > 1 and stride < extent
+        overlaps = overlaps or (n > 1 and stride < extent)
         extent += (n - 1) * stride
     offset = tensor.data_ptr() % 64 // tensor.element_size()
     memory = torch.empty(offset + extent, dtype=tensor.dtype, device=tensor.device)

@@ -1,13 +1,13 @@
-"""How mini-batches run: inline, or on a thread per lane.
+"""How mini-batches run: inline, or with a worker per lane.
 
 Results do not depend on that: all executions run the same operations on the same number of intra-op
 threads with the same random numbers.
 
 Which is fastest depends on the model and the machine: with tiny layers, passing the interpreter
-lock between lanes on every operation costs more than the overlap saves; and a backward in two parts
-enters autograd once more for every layer. So the first mini-batches of each kind try all executions
-in turn, and the fastest is kept for good. Later trials would compare times measured under different
-loads, and where executions are almost equally fast, they would be a quarter of all runs.
+lock between threads on every operation costs more than the overlap saves; and a backward in two
+parts enters autograd once more for every layer. So the first mini-batches of a signature try all
+executions in turn, and the fastest is kept for good. Later trials would compare times measured
+under different loads, and where executions are almost equally fast be a quarter of all runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from pipekernels.pipeline.context import needs_this_thread
-from pipekernels.pipeline.engine import lanes
-from pipekernels.pipeline.engine import random as random_state
+from pipekernels.pipeline.engine import workers
+from pipekernels.pipeline.engine.random import Audit, HookWatch, Seeds, WorkerRandom
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
 
@@ -30,9 +30,8 @@ _log = logging.getLogger(__name__)
 
 Execution = Literal["auto", "inline", "threads", "split"]
 EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
-"""``auto``: whichever measures fastest; ``inline``: on the calling thread; ``threads``: a thread
+"""``auto``: whichever measures fastest; ``inline``: on the calling thread; ``threads``: a worker
 per lane; ``split``: also with backwards in two parts where possible."""
-
 
 FIRST = "first"
 """The execution of mini-batches before the first one has ended: inline, to warm up, not counted."""
@@ -69,7 +68,9 @@ class Auto:
     """Chooses the execution of mini-batches with one signature."""
 
     def __init__(self, signature: Signature) -> None:
-        executions = ["inline", "threads", *["split"] * signature.may_split]
+        executions = ["inline", "threads"]
+        if signature.may_split:
+            executions.append("split")
         self._signature = signature
         self._seconds: dict[str, list[float]] = {name: [] for name in executions}
         self._fastest: str | None = None  # Unknown until all have been tried.
@@ -116,39 +117,45 @@ class Plan:
         self, stages: Stages, signature: Signature, execution: str, *, fuses: bool
     ) -> None:
         schedule, micro_batches = signature.schedule, signature.micro_batches
-        most_lanes = min(schedule.lanes(len(stages.tasks)), micro_batches)
-        # The same number inline and on lanes, so that the execution cannot change the bits.
+        # The workers share the intra-op threads. Inline, actions get the same share, so that the
+        # execution cannot change the bits.
+        at_once = min(schedule.lanes(len(stages.tasks)), micro_batches)
         self._threads = torch.get_num_threads()
         if stages.one_thread is None:
-            self._threads = max(1, self._threads // most_lanes)
-        self._on_lanes = execution in ("threads", "split")
-        self.is_fused = fuses and not self._on_lanes and stages.fused is not None
+            self._threads = max(1, self._threads // at_once)
+        self._on_workers = execution in ("threads", "split")
+        # As one task, stages of one device make fewer graphs, which autograd enters once.
+        self.is_fused = fuses and not self._on_workers and stages.fused is not None
         self.tasks = [stages.fused] if self.is_fused and stages.fused else stages.tasks
         split = execution == "split"
         self.program = schedule.program(len(self.tasks), micro_batches, split=split)
-        generators, observed = stages.generators, stages.observed
-        self.make_seeds = partial(random_state.Seeds, generators)
+        # The first mini-batch finds out whether workers could seed all that layers draw. On one
+        # thread later ones look for nothing, unless backwards in two parts would call hooks twice.
+        observed = stages.observed
+        self.make_seeds = partial(Seeds, stages.generators)
         if execution == FIRST:
-            self.make_seeds = partial(random_state.audited_seeds, generators, observed)
-        elif self._on_lanes:
-            self.make_seeds = partial(random_state.lane_seeds, generators, observed)
+            backward = partial(Audit, observed, backward=True)
+            self.make_seeds = partial(self.make_seeds, lambda _: Audit(observed), backward)
+        elif self._on_workers:
+            random = partial(WorkerRandom, observed)
+            self.make_seeds = partial(Seeds, (), random, random)
         elif self.program.splits:
-            self.make_seeds = partial(random_state.hooked_seeds, generators, observed)
-        self._waits = stages.done_when_issued if stages.with_streams else None
+            self.make_seeds = partial(self.make_seeds, lambda _: HookWatch(observed))
+        self._on_host = stages.on_host if stages.with_streams else None
 
     def run(self, program: Program, compute: Callable[[Action, Any], Any]) -> None:
         """Run all actions of ``program``: that of the mini-batch, or its forwards or backwards.
         ``compute`` runs an action, given the result of the one that sends to it, or None."""
         # The caller may have entered a mode for the backward alone.
-        if self._on_lanes and not needs_this_thread():
-            lanes.run_program(program, compute, self._threads)
+        if self._on_workers and not needs_this_thread():
+            workers.run_program(program, compute, self._threads)
             return
         order = program.order
-        if self._waits is not None:
-            order = order_of_issue(program, self._waits)
+        if self._on_host is not None:
+            order = order_of_issue(program, self._on_host)
         results: dict[Action, Any] = {}
         same = torch.get_num_threads() == self._threads
-        with nullcontext() if same else lanes.intra_op_threads(self._threads):
+        with nullcontext() if same else workers.intra_op_threads(self._threads):
             for action in order:
                 result = compute(action, results.pop(action, None))
                 receiver = program.receivers.get(action)
@@ -170,15 +177,20 @@ class Executions:
     ) -> tuple[Plan, Callable[[float], object] | None]:
         """The plan of the next mini-batch, and what is to be called with the seconds that it took,
         when it has ended. ``fuses`` is that of :class:`Plan`."""
-        execution, why, record = "inline", self._why_inline(signature), None
-        if why is None and self._execution == "auto":
+        record = None
+        why = self._why_inline(signature)
+        if why is not None:
+            execution = "inline"
+        elif self._execution == "auto":
             auto = self._auto.get(signature) or self._auto.setdefault(signature, Auto(signature))
             execution = auto.choose()
             record = partial(auto.record, execution)
-        elif why is None:
-            execution, why = self._execution, f"execution={self._execution!r} asks for it"
-            if execution == "split" and not signature.may_split:
-                execution, why = "threads", f"{why}, but no backward here can run in two parts"
+        elif self._execution == "split" and not signature.may_split:
+            execution = "threads"
+            why = "execution='split' asks for it, but no backward here can run in two parts"
+        else:
+            execution = self._execution
+            why = f"execution={execution!r} asks for it"
         key = signature, execution, fuses, torch.get_num_threads()
         plan = self._plans.get(key)
         if plan is None:
@@ -204,5 +216,5 @@ class Executions:
         if needs_this_thread():
             return "a mode, the profiler or hooks on saved tensors observe the calling thread"
         if self._stages.observed.needs_one_thread():
-            return "layers draw random numbers that lanes cannot seed apart"
+            return "layers draw random numbers that workers cannot seed apart"
         return None

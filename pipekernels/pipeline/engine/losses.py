@@ -72,8 +72,8 @@ class Losses:
     sum, it is weighted by the microbatch's share of the batch.
 
     Gradients that flow from a loss directly to parameters of stages are in ``parameter_grads``, by
-    id of the parameter, and not in the aliases: stages accumulate there at the same time, and the
-    order, and so the last bits of a common sum, would depend on timing.
+    id of the parameter, and not in the parameter copies: stages accumulate there at the same time,
+    and the order, and so the last bits of a common sum, would depend on timing.
     """
 
     def __init__(self, loss: LossFunction, targets: Targets, mean: bool, step: Step) -> None:
@@ -81,11 +81,10 @@ class Losses:
         self._loss = loss
         self._targets = targets
         self._weights = shares(inputs.sizes) if mean else [1.0] * len(inputs.sizes)
-        self._extras: Outputs | None = None
-        self._new_extras = partial(Outputs, inputs.sizes, inputs.dim, self._weights, "loss_fn")
-        self._grads: list[list[torch.Tensor | None]] = [[]] * len(inputs.sizes)
-        self._losses: list[torch.Tensor | None] = [None] * len(inputs.sizes)
-        self._values = [torch.empty(0)] * len(inputs.sizes)
+        self._extras = Outputs(inputs.sizes, inputs.dim, self._weights, "loss_fn")
+        self._values: dict[int, torch.Tensor] = {}  # By microbatch, detached.
+        # By microbatch: a loss with a graph, and the list that gets the gradients of the outputs.
+        self._losses: dict[int, tuple[torch.Tensor, list[torch.Tensor | None]]] = {}
         self._required_grad = False
         # Seeded as if the loss were one more stage.
         self._seeded = partial(step.seeds.seeded, stage=len(stages.modules))
@@ -98,6 +97,7 @@ class Losses:
     def collect(self, m: int, outputs: Activation) -> None:
         """Compute the loss of microbatch ``m``; a ValueError if it is not a real scalar, a
         TypeError if it is not a tensor."""
+        # The graph of the loss begins at leaves of its own, as that of a stage does.
         tensors = list(outputs.tensors)
         grads: list[torch.Tensor | None] = [None] * len(tensors)
         for i, wants in enumerate(outputs.wants_grad):
@@ -109,8 +109,8 @@ class Losses:
         with self._seeded(m):
             loss = self._loss(value, *target)
         if isinstance(loss, tuple) and len(loss) == 2:
-            loss, more = loss
-            self._collect_extras(m, more)
+            loss, extras = loss
+            self._collect_extras(m, extras)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"loss_fn returned {type(loss).__name__}; it must return a tensor, or a tuple of "
@@ -124,27 +124,24 @@ class Losses:
         self._values[m] = loss.detach()
         if loss.requires_grad:
             self._capture(loss.grad_fn)
-            self._losses[m], self._grads[m] = loss, grads
+            self._losses[m] = loss, grads
             self._required_grad = True
 
     def _collect_extras(self, m: int, extras: Any) -> None:
         tensors, structure = flatten(extras, "what loss_fn returns beside the loss")
         detached = tuple([tensor.detach() for tensor in tensors])
-        if self._extras is None:
-            self._extras = self._new_extras()
         self._extras.collect(m, Activation(detached, (False,) * len(detached), structure))
 
     def grads(self, m: int) -> Grads:
-        loss, self._losses[m] = self._losses[m], None
-        grads, self._grads[m] = self._grads[m], []
-        if loss is not None:
-            run_backward([loss], [loss.new_full((), self._weights[m])], keep_graph=False)
+        if m not in self._losses:
+            return ()
+        loss, grads = self._losses.pop(m)
+        run_backward([loss], [loss.new_full((), self._weights[m])], keep_graph=False)
         return tuple(grads)
 
     def _capture(self, root: Node | None) -> None:
-        """Have a backward from ``root`` leave the gradients of aliases in ``parameter_grads``;
-        raise a RuntimeError if its graph has that of a value that a layer has left in an
-        attribute."""
+        """Have a backward from ``root`` leave the gradients of parameter copies in
+        ``parameter_grads``. RuntimeError if it leads into a graph that a layer left behind."""
         stack = [] if root is None else [root]
         seen = set(stack)
         reached = False
@@ -153,6 +150,7 @@ class Losses:
             for i, (child, _) in enumerate(node.next_functions):
                 if child is None or child in seen:
                     continue
+                # Nodes that accumulate have the parameter copy as `variable`, and no children.
                 key = self._keys.get(id(getattr(child, "variable", None)))
                 if key is not None and not child.next_functions:
                     reached = True
@@ -179,7 +177,7 @@ class Losses:
         grad = grads[i]
         if grad is not None:
             add_to(self.parameter_grads, key, grad)
-        return (*grads[:i], None, *grads[i + 1 :])
+        return (*grads[:i], None, *grads[i + 1 :])  # Nothing for the parameter copy.
 
     def check(self) -> None:
         """After all microbatches: raise a RuntimeError if no loss required a gradient."""
@@ -193,6 +191,7 @@ class Losses:
     def total(self) -> Any:
         """The loss of the whole batch: microbatches summed in their order; in a tuple with the
         values returned beside it, if there are any."""
-        weighted = [v * w for v, w in zip(self._values, self._weights, strict=True)]
+        weighted = [self._values[m] * weight for m, weight in enumerate(self._weights)]
         total = torch.stack(weighted).sum()
-        return total if self._extras is None else (total, self._extras.build(self._extras.take()))
+        extras = self._extras.take()
+        return (total, self._extras.build(extras)) if extras else total

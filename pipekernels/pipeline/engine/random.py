@@ -6,7 +6,7 @@ forward. Here every task has its own seed, derived from one number that each for
 pipe draws from the default CPU generator:
 
 * on one thread the generators are simply seeded before each task;
-* on a lane they are seeded around each random function, under a lock (:class:`LaneRandom`).
+* on a worker they are seeded around each random function, under a lock (:class:`WorkerRandom`).
 
 Both give the same numbers. As torch.utils.checkpoint, this leaves all other generators alone.
 """
@@ -27,10 +27,10 @@ from torch.overrides import TorchFunctionMode
 
 from pipekernels._torch_private import no_function_modes
 
-# Guards the process-wide generator against lanes of all pipes. Reentrant: LaneRandom of a pipe and
-# of one nested in it both handle a random function of the inner pipe.
+# Guards the process-wide generator against workers of all pipes. Reentrant: WorkerRandom of a pipe
+# and of one nested in it both handle a random function of the inner pipe.
 _generator_lock: Any = threading.RLock()
-# A lane, a thread only of the parent, may have held it.
+# A worker, a thread only of the parent, may have held it.
 os.register_at_fork(after_in_child=_generator_lock._at_fork_reinit)
 
 
@@ -89,9 +89,9 @@ class Observed:
     """What mini-batches have found out about what layers do, on any thread.
 
     Attributes:
-        draws: whether they draw random numbers that lanes can seed separately.
-        hidden: whether they draw some that lanes cannot seed separately: from a generator of their
-            own, or where no function mode sees it (in C++ or compiled code, in a backward).
+        draws: whether they draw random numbers that workers can seed separately.
+        hidden: whether they draw some that workers cannot: from a generator of their own, or where
+            no function mode sees it (in C++ or compiled code, in a backward).
         sets: whether they set the state of the process-wide generator, as layers do that seed or
             recompute themselves. That changes the random numbers of other threads.
         tensor_hooks: whether they put hooks on tensors, if :class:`HookWatch` looked.
@@ -120,11 +120,9 @@ class HookWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class LaneRandom(HookWatch):
-    """Seeds the random functions of one task, on the calling thread, by ``seed``. Without one, for
-    a backward, it refuses them: a layer that recomputes its forward sets the state of the
-    process-wide generator, which other lanes also use. From the next mini-batch on the pipe runs on
-    one thread."""
+class WorkerRandom(HookWatch):
+    """Seeds the random functions of one task, on the calling thread, by ``seed``; without one, for
+    a backward, it refuses them."""
 
     def __init__(self, observed: Observed, seed: int | None = None) -> None:
         super().__init__(observed)
@@ -137,12 +135,16 @@ class LaneRandom(HookWatch):
             return super().__torch_function__(func, types, args, kwargs)
         self.observed.draws = True
         if self._seed is None:
+            # A layer that recomputes its forward sets the state of the process-wide generator,
+            # which other workers also use. The next mini-batch will run on one thread.
             self.observed.hidden = True
             raise RuntimeError(
                 "a layer of the pipe has begun to draw random numbers in its backward, as layers "
                 "do that checkpoint themselves; run this mini-batch again, and the pipe will keep "
                 "to one thread"
             )
+        # Each task has a sequence of its own. It is in the process-wide generator, which torch's
+        # functions draw from, only while the lock is held.
         generator = torch.default_generator
         with _generator_lock:
             if self._state is None:
@@ -155,7 +157,7 @@ class LaneRandom(HookWatch):
 
 
 class Audit(HookWatch):
-    """Notes what :class:`LaneRandom` cannot seed in one task, on one thread, whose generator has
+    """Notes what :class:`WorkerRandom` cannot seed in one task, on one thread, whose generator has
     been seeded for it; in a backward, all random numbers."""
 
     def __init__(self, observed: Observed, *, backward: bool = False) -> None:
@@ -223,7 +225,7 @@ class Seeds:
     generator.
 
     Args:
-        generators: seeded before each task.
+        generators: seeded before each task; none if ``forward`` seeds.
         forward: makes, of the seed, a context for a task's forward or its recomputation.
         backward: makes a context in which autograd runs a stage's backward.
     """
@@ -238,7 +240,7 @@ class Seeds:
         self._forward = forward
         self.in_backward = backward
         # Without function modes, so that an outer pipe takes this draw for hidden randomness and
-        # does not run this pipe on a lane: seeded() seeds the generator without the lock.
+        # does not run this pipe on a worker: seeded() seeds the generator without the lock.
         with no_function_modes():
             self._base = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
@@ -250,19 +252,3 @@ class Seeds:
         for generator in self._generators:
             generator.manual_seed(seed)
         return _NOTHING if self._forward is None else self._forward(seed)
-
-
-def hooked_seeds(generators: Sequence[torch.Generator], observed: Observed) -> Seeds:
-    """Those of one thread, which look for hooks on tensors. That takes time."""
-    return Seeds(generators, lambda _: HookWatch(observed))
-
-
-def audited_seeds(generators: Sequence[torch.Generator], observed: Observed) -> Seeds:
-    """Those of one thread, which find out whether :func:`lane_seeds` would give the same
-    numbers."""
-    return Seeds(generators, lambda _: Audit(observed), partial(Audit, observed, backward=True))
-
-
-def lane_seeds(generators: Sequence[torch.Generator], observed: Observed) -> Seeds:
-    """Those of stages that run at the same time."""
-    return Seeds((), partial(LaneRandom, observed), partial(LaneRandom, observed))

@@ -28,9 +28,7 @@ nodes that lead to parameters alone (a transpose, a weight's normalisation)."""
 
 
 def backward_of_inputs(
-    roots: Sequence[GradientEdge],
-    grads: Sequence[torch.Tensor],
-    leaves: Sequence[torch.Tensor],
+    roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> WeightBackward | None:
     """Run the first part: accumulate gradients into ``leaves``, the inputs that want them, alone.
 
@@ -43,6 +41,7 @@ def backward_of_inputs(
     consumers = _consumers([root.node for root in roots], {id(leaf) for leaf in leaves})
     if not consumers or any(_has_hooks(node) for node, _ in consumers):
         return None
+    # Pre-hooks see the gradients that arrive at a consumer, from which the second part goes on.
     captured: dict[int, tuple[torch.Tensor | None, ...]] = {}
     handles = [
         node.register_prehook(partial(captured.__setitem__, index))
@@ -56,11 +55,11 @@ def backward_of_inputs(
 
     def backward_of_parameters(keep_graph: bool) -> None:
         for index, (node, parameters) in enumerate(consumers):
-            at_node = enumerate(captured.get(index, ()))
-            found = [(GradientEdge(node, i), grad) for i, grad in at_node if grad is not None]
-            if found:
-                edges, grads = zip(*found, strict=True)
-                run_backward(edges, grads, keep_graph=keep_graph, inputs=parameters)
+            arrived = enumerate(captured.get(index, ()))
+            rooted = [(GradientEdge(node, i), grad) for i, grad in arrived if grad is not None]
+            if rooted:
+                node_roots, node_grads = zip(*rooted, strict=True)
+                run_backward(node_roots, node_grads, keep_graph=keep_graph, inputs=parameters)
 
     return backward_of_parameters
 
@@ -71,18 +70,20 @@ def _consumers(roots: Sequence[Node], leaves: set[int]) -> list[_Consumer] | Non
     nodes = _children_first(roots)
     if nodes is None:
         return None
+    # Children come first, so what they lead to is known.
     leads_to_leaf: dict[Node, bool] = {}
     for node, children in nodes.items():
         variable = getattr(node, "variable", None)
         leads_to_leaf[node] = id(variable) in leaves or any(leads_to_leaf[c] for c in children)
     if not all(leads_to_leaf[root] for root in roots):
         return None
+    # A node on the way to a leaf consumes the parameters of the branches that leave the way there.
+    # Two consumers must not share a branch: the second part would accumulate it twice.
     consumers: list[_Consumer] = []
     visited: set[Node] = set()
     for node, children in reversed(nodes.items()):
         if not leads_to_leaf[node]:
             continue
-        # Nodes that this node leads to and that lead to no leaf.
         branch = _children_first([child for child in children if not leads_to_leaf[child]]) or {}
         if not visited.isdisjoint(branch):
             return None

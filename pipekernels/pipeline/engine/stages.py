@@ -32,7 +32,7 @@ class Stages:
         tasks: one per stage.
         fused: all stages as one task, or None if they must not be fused.
         with_streams: the devices whose work is issued to streams.
-        done_when_issued: stages on devices without streams, whose calls return when done.
+        on_host: stages on devices without streams, whose calls return when done.
     """
 
     def __init__(self, modules: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
@@ -45,7 +45,7 @@ class Stages:
         ]
         self.fused = Task(modules, 0, devices[0]) if len(set(devices)) == 1 else None
         self.with_streams = [device for device in dict.fromkeys(devices) if has_streams(device)]
-        self.done_when_issued = frozenset(
+        self.on_host = frozenset(
             index for index, device in enumerate(devices) if not has_streams(device)
         )
         self.observed = Observed()
@@ -74,20 +74,21 @@ class Stages:
         # They would run it, and accumulate into its parameters, in an order that depends on timing.
         if len(layers) != len(set(layers)):
             return "stages share a layer"
-        # All ranks must call collectives in one order; lanes do not order their stages'.
+        # All ranks must call collectives in one order; workers run stages in any order.
         if any(map(has_collectives, layers)):
             return "layers call collectives, whose order must be the same on all ranks"
         return None
 
 
 def _refuse_fsdp(layers: Sequence[nn.Module]) -> None:
-    """Raise a ValueError if FSDP shards a layer: it would replace the aliases by gathered
-    parameters, and reduces gradients only after the backward of the whole autograd graph."""
+    """Raise a ValueError if FSDP shards a layer."""
+    # It would replace the parameter copies by gathered parameters, and reduces gradients only after
+    # the backward of the whole autograd graph. A program that has not imported it does not use it.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
-    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
-    sharded = next((type(layer).__name__ for layer in layers if isinstance(layer, kinds)), None)
+    classes = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    sharded = next((type(layer).__name__ for layer in layers if isinstance(layer, classes)), None)
     if sharded is not None:
         raise ValueError(
             f"FSDP shards {sharded}, a layer of the pipe; shard the pipe as a whole, "

@@ -114,14 +114,12 @@ class Step:
     def is_alone(self, given: Sequence[torch.Tensor]) -> bool:
         """Whether there is one microbatch, ``given`` whole, and nothing between the model and its
         graph: then it is the model, and autograd runs its backward."""
-        (task, *others), device = self._tasks, self.stages.devices[0]
         return (
-            not others
-            and len(self.inputs.sizes) == 1
+            len(self._tasks) == len(self.inputs.sizes) == 1
             and not self._dropped
             and self._plan.is_fused
-            and task.overwrites_input is False
-            and all(tensor.device == device for tensor in given)
+            and self._tasks[0].overwrites_input is False
+            and all(tensor.device == self.stages.devices[0] for tensor in given)
         )
 
     def run_alone(self, given: Sequence[torch.Tensor]) -> Any:
@@ -154,6 +152,7 @@ class Step:
             self._note_seconds()
         elif self._dropped:
             self._parameter_versions = parameters.versions()
+        # Joined outputs are new tensors; that of a single microbatch is the layers' own.
         whole = self.outputs.take()
         return whole if len(self.inputs.sizes) > 1 else copy_if_aliased(whole, given)
 
@@ -201,11 +200,12 @@ class Step:
         self._consumer = losses
 
         def compute(action: Action, value: Any) -> Any:
-            if action.kind == "F":
+            if action.type == "F":
                 with context.applied():
                     return self._forward(action, value)
             return self._backward(action, value)
 
+        # Backwards run without the caller's autocast, as autograd's do; forwards apply it again.
         with (
             context.without_autocast(),
             self._phase(),
@@ -247,18 +247,18 @@ class Step:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Have layers use their aliases in recomputations, in the body. RuntimeError if what a
-        recomputation needs has changed."""
+        """Have layers use their parameter copies in recomputations, in the body. RuntimeError if
+        what a recomputation needs has changed."""
         assert self.parameters is not None
-        what = "its layers, their modes, or which parameters they have, were changed"
+        change = "its layers, their modes, or which parameters they have, were changed"
         stage = self.parameters.changed_stage()
-        pairs = zip(self.parameters.versions(), self._parameter_versions, strict=True)
-        modified = [before != now for before, now in pairs]
-        if stage is None and any(modified):
-            what, stage = "its parameters were modified in place", modified.index(True)
+        if stage is None:
+            change = "its parameters were modified in place"
+            pairs = zip(self.parameters.versions(), self._parameter_versions, strict=True)
+            stage = next((i for i, (now, before) in enumerate(pairs) if now != before), None)
         if stage is not None:
             raise RuntimeError(
-                f"stage {stage} is to be recomputed, but {what} after its forward; do that after "
+                f"stage {stage} is to be recomputed, but {change} after its forward; do that after "
                 "the backward, or use checkpoint='never'"
             )
         # The cache is off as in the forward, whose settings recomputations have.
@@ -269,20 +269,21 @@ class Step:
 
     @contextmanager
     def _accumulating(self) -> Iterator[list[Grads]]:
-        """Yield a list, which gets the gradients of the inputs, and of the parameters, of the
-        backwards in the body. After a failure they are dropped: they must not leak into the next
-        backward."""
+        """Yield a list, which gets the gradients of the inputs, and of the parameters, when the
+        body, which runs backwards, has ended."""
         assert self.parameters is not None
         results = list[Grads]()
         self.parameters.deny_accumulated()
         self._input_grads = [()] * len(self.inputs.sizes)
         try:
             yield results
+            # Gradients that were copied to the caller's device (stage -1) are waited for last.
             if self._transport.pending:
                 for m in range(len(self.inputs.sizes)):
                     self._transport.receive((-1, m, True))
             results.append(self.inputs.joined(self._input_grads))
         finally:
+            # After a failure too: nothing may leak into the next backward.
             self._second_parts.clear()
             self._skips.forget_grads()
             self._input_grads = []
@@ -333,13 +334,13 @@ class Step:
 
     def _backward(self, action: Action, grads: Grads | None) -> Grads:
         """Run a stage's backward, whole or a part, on the gradients of its outputs, None if the
-        sink has them; returns those of its inputs."""
-        kind, stage, m = action
+        consumer has them; returns those of its inputs."""
+        part, stage, m = action
         task = self._tasks[stage]
         if task.device != self._device:
             self._device = task.device
             streams.make_device_current(task.device)
-        if kind == "W":
+        if part == "W":
             second_part = self._second_parts.pop((stage, m), None)
             if second_part is not None:
                 self._autograd(task, m, partial(second_part, self._keep_graph))
@@ -365,7 +366,7 @@ class Step:
         if graph.inputs is not None:
             graph = self._recompute(graph, graph.inputs, stage, m)
         # Not in two parts if tensors have hooks: each part would call them.
-        if kind == "I" and not self.stages.observed.tensor_hooks:
+        if part == "I" and not self.stages.observed.tensor_hooks:
             compute = partial(task.backward_of_inputs, graph, grads, keep_graph=self._keep_graph)
             result, second_part = self._autograd(task, m, compute)
             if second_part is not None:
@@ -426,8 +427,6 @@ class Step:
         except Exception as error:
             note_layer(error, task.stages, m, "recomputation")
             raise
-
-    # ---- devices ---------------------------------------------------------------------------------
 
     def _send(self, value: Activation, stage: int, m: int) -> Activation:
         """Start copying ``value`` to the device of ``stage``, if it is on another one."""

@@ -85,8 +85,8 @@ class SavedGraph:
     """What a forward keeps for its backward.
 
     ``roots`` are graph edges, not tensors, so that an output's memory can be freed before the
-    backward; of a parameter that the stage returns, itself. A checkpointed forward has ``inputs``
-    and ``nodes`` instead of leaves and roots.
+    backward; a parameter that the stage returns is its own root. A checkpointed forward has
+    ``inputs`` and ``nodes`` instead of leaves and roots.
     """
 
     leaves: Sequence[torch.Tensor | None] = ()
@@ -113,14 +113,14 @@ class SavedGraph:
         """The classes of all nodes that the roots lead to, in one order for equal graphs."""
         stack = [root.node for root in reversed(self.roots) if isinstance(root, GradientEdge)]
         seen = set()
-        kinds: list[type] = []
+        types: list[type] = []
         while stack:
             node = stack.pop()
             if node not in seen:
                 seen.add(node)
-                kinds.append(type(node))
+                types.append(type(node))
                 stack += [child for child, _ in node.next_functions if child is not None]
-        return kinds
+        return types
 
     def keep_only(self, inputs: Activation, versions: Sequence[int]) -> None:
         """Drop the graph, which a recomputation on ``inputs`` will make again."""
@@ -219,27 +219,32 @@ class Task:
             preserve: whether ``inputs`` must keep their values.
             alone: run in the caller's graph.
         """
-        tensors, before = inputs.tensors, None
+        # If layers may overwrite values that must not change, they get copies. Whether they do is
+        # known once a copy has been used: by its version.
+        tensors = inputs.tensors
+        before: list[int] | None = None
         if (preserve or self._is_first) and self.overwrites_input is not False:
             with torch.inference_mode(False):  # Whose tensors have no versions.
                 tensors = tuple([copy_of(tensor) for tensor in tensors])
             before = versions(tensors)
         n = len(tensors) - len(inputs.skips)
         leaves: list[torch.Tensor | None] = []
-        found: list[torch.Tensor | None] = []
+        grads: list[torch.Tensor | None] = []
         carrying: AbstractContextManager[dict[Key, Any]] = _NO_SKIPS
-        grad = parameters is not None
-        with _NOTHING if alone else torch.enable_grad() if grad else torch.no_grad():
+        has_graph = parameters is not None
+        with _NOTHING if alone else torch.set_grad_enabled(has_graph):
+            # The graph begins at leaves of its own; its backward leaves their gradients in `grads`.
             args = list(tensors)
             if parameters is not None:
                 for i, wants in enumerate(inputs.wants_grad):
                     leaf = tensors[i].detach().requires_grad_() if wants else None
                     leaves.append(leaf)
                     if leaf is not None:
-                        args[i] = StageInput.apply(leaf, found, i, parameters.drop_accumulated)
+                        args[i] = StageInput.apply(leaf, grads, i, parameters.drop_accumulated)
+            # Layers pop skips from, and stash them to, this dict; a skip may be None.
             if any(self._skips):
-                given = dict(zip(inputs.skips, args[n:], strict=True))
-                carrying = carried(dict.fromkeys(self.received_skips) | given)
+                received = dict(zip(inputs.skips, args[n:], strict=True))
+                carrying = carried(dict.fromkeys(self.received_skips) | received)
             value = inputs.structure.build(args[:n])
             with carrying as skips:
                 for index, stage in self.stages:
@@ -249,14 +254,15 @@ class Task:
                     outputs, structure = flatten(value, f"the output of stage {index}")
         if before is not None:
             self.overwrites_input = versions(tensors) != before
+        # Skips leave with the outputs, detached: the next stage's graph does not lead to this one.
         sent = tuple([key for key in self.sent_skips if skips[key] is not None])
         outputs = (*outputs, *[skips[key] for key in sent])
         if alone:
             return Activation(outputs, (), structure), SavedGraph()
-        roots = [_root(tensor) for tensor in outputs] if grad else [None] * len(outputs)
+        roots = [_root(tensor) for tensor in outputs] if has_graph else [None] * len(outputs)
         graph = SavedGraph(
             leaves,
-            found,
+            grads,
             roots,
             received=inputs.skips,
             sent=sent,
@@ -264,23 +270,23 @@ class Task:
             sources=inputs.sources,
         )
         wants_grad = tuple([root is not None for root in roots])
-        detached = tuple([tensor.detach() for tensor in outputs]) if grad else outputs
+        detached = tuple([tensor.detach() for tensor in outputs]) if has_graph else outputs
         return Activation(detached, wants_grad, structure, sent), graph
 
     def recompute(
         self, graph: SavedGraph, seeds: Seeds, m: int, parameters: Parameters
     ) -> SavedGraph:
         """Run the layers a second time on the graph's inputs, now with a graph. Buffers and inputs
-        keep their values: the previous stage's inputs may share memory with these, and another
-        recomputation may follow. RuntimeError if the graph is not that of the forward."""
+        keep their values. RuntimeError if the graph is not that of the forward."""
+        # The previous stage's inputs may share memory with these, and another recomputation follow.
         assert graph.inputs is not None
         with during(recomputing), buffers_of_forward(self.layers, graph.buffers):
             inputs = graph.inputs
             _, recomputed = self.forward(inputs, seeds, m, parameters=parameters, preserve=True)
-        found = recomputed.node_types()
-        if found != graph.nodes:
+        nodes = recomputed.node_types()
+        if nodes != graph.nodes:
             raise RuntimeError(
-                f"the recomputation of {name_of(self.stages)} made a graph of {len(found)} nodes "
+                f"the recomputation of {name_of(self.stages)} made a graph of {len(nodes)} nodes "
                 f"that differs from that of its forward, of {len(graph.nodes)}: a layer "
                 "chooses what it computes by something that changes between the two; choose by "
                 "the inputs or by numbers of torch's default generators, or use checkpoint='never'"
@@ -290,12 +296,12 @@ class Task:
     def backward(
         self, graphs: Sequence[SavedGraph], grads: Sequence[Grads], *, keep_graph: bool
     ) -> list[Grads]:
-        """Accumulate into the parameters' aliases; returns the gradients of each graph's inputs,
-        given those of its outputs. Autograd takes the latest forward first."""
+        """Accumulate into the parameter copies; returns the gradients of each graph's inputs, given
+        those of its outputs. Autograd takes the latest forward first."""
         rooted = []
-        for graph, of in zip(graphs, grads, strict=True):
+        for graph, output_grads in zip(graphs, grads, strict=True):
             graph.grads[:] = [None] * len(graph.leaves)
-            pairs = zip(graph.roots, of, strict=True)
+            pairs = zip(graph.roots, output_grads, strict=True)
             rooted += [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
         try:
             if rooted:
@@ -310,7 +316,7 @@ class Task:
         self, graph: SavedGraph, grads: Grads, *, keep_graph: bool
     ) -> tuple[Grads, WeightBackward | None]:
         """Run the backward's first part; returns the gradients of the inputs and the second part,
-        which accumulates into the parameters' aliases. It is None if the whole backward was run."""
+        which accumulates into the parameter copies. It is None if the whole backward was run."""
         leaves = [leaf for leaf in graph.leaves if leaf is not None]
         pairs = zip(graph.roots, grads, strict=True)
         rooted = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]

@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipekernels._torch_private import is_profiler_enabled
 from pipekernels.device import streams
 from pipekernels.device.channel import Channel, PendingCopy, channel, settle_all
 from pipekernels.device.profiling import in_profile
 from pipekernels.device.streams import Stream
 from pipekernels.pipeline.skip import Key, SkipRoutes
 from pipekernels.pipeline.timeline import Mark, clock
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 Receiver = tuple[int, int, bool]
 """The action that uses a copy: its stage (-1: the caller), microbatch, and whether a backward."""
@@ -59,7 +56,6 @@ class Transport:
         callers = streams.currents(self._streams)
         for device, stream in self._streams.items():
             _follow(stream, streams.current(device))
-
         try:
             # Reversed, so that the first stage's device becomes the current one.
             streams.make_current(reversed(self._streams.values()))
@@ -75,14 +71,12 @@ class Transport:
                 _follow(streams.default(device), stream)
 
     def send(
-        self,
-        tensors: Sequence[Tensor | None],
-        targets: Sequence[torch.device],
-        receiver: Receiver,
+        self, tensors: Sequence[Tensor | None], targets: Sequence[torch.device], receiver: Receiver
     ) -> tuple[Any, ...]:
         """Issue copies of each tensor to its target, after the work that its device's current
         stream has been given. The copies may be read after :meth:`receive`. Tensors that are on
         their target already, and None, are returned as they are."""
+        # One transfer per pair of devices, however many tensors take it.
         result = list(tensors)
         routes: dict[tuple[torch.device, torch.device], list[int]] = {}
         for i, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
@@ -91,8 +85,7 @@ class Transport:
         for route, indices in routes.items():
             key = (*route, receiver[2])
             used = self._channels.get(key) or self._channels.setdefault(key, channel(*key))
-            profiled = is_profiler_enabled()
-            with in_profile("copy from %s to %s", *route) if profiled else _NOTHING:
+            with in_profile("copy from %s to %s", *route):
                 copies, pending = used.send([tensors[i] for i in indices])  # type: ignore[misc]
             self.pending.setdefault(receiver, []).append(pending)
             for i, copy in zip(indices, copies, strict=True):
@@ -103,7 +96,7 @@ class Transport:
         """Make ``receiver`` wait for all copies sent to it; it must call this before it reads."""
         for pending in self.pending.pop(receiver, ()):
             pending.wait()
-        if not self._streams:
+        if not self._streams:  # Without a phase() that settles at its end.
             self._settle()
 
     def _settle(self) -> None:

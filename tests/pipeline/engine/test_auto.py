@@ -114,11 +114,11 @@ NO_SPLIT = ": threads (execution='split' asks for it, but no backward here"
         (linears, {"chunks": 1}, "a single stage or microbatch"),
         (lambda: [nn.Linear(4, 4)] * 2, {}, "inline (stages share a layer)"),
         (with_collectives, {}, "inline (layers call collectives"),
-        (recurrent, {}, "layers draw random numbers that lanes"),
-        (checkpointed, {}, "layers draw random numbers that lanes"),
+        (recurrent, {}, "layers draw random numbers that workers"),
+        (checkpointed, {}, "layers draw random numbers that workers"),
     ],
 )
-def test_what_prevents_lanes(
+def test_what_prevents_workers(
     messages: Any, make: Callable[[], list[nn.Module]], options: dict[str, Any], message: str
 ) -> None:
     run(*make(), **options)

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipekernels.batchnorm import DeferredBatchNorm
 from pipekernels.pipeline.context import is_checkpointing, is_recomputing
-from pipekernels.pipeline.engine import lanes
+from pipekernels.pipeline.engine import workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,7 +54,7 @@ def settings() -> list[Any]:
 def test_an_exception_in_a_layer(
     way: str, stage: int, where: str, step: bool, error: type[BaseException]
 ) -> None:
-    """Of any stage; the last one runs on the calling thread, others on threads of lanes."""
+    """Of any stage; the last one runs on the calling thread, others on threads of workers."""
     armed = False
 
     def raises() -> None:
@@ -100,6 +100,6 @@ def test_an_exception_in_a_layer(
     assert settings() == before
     assert all(owner[name] is parameter for owner, name, parameter in parameters)
     assert is_free(pipe._engine.lock) and is_free(pipe._engine._turns)
-    assert lanes._executor._work_queue.empty()
+    assert workers._executor._work_queue.empty()
     assert all(parameter.grad is None for parameter in pipe.parameters())
     assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))

@@ -46,7 +46,7 @@ def recurrent(dropout: float) -> nn.Sequential:
 
 @pytest.mark.parametrize("begins", ["at once", "in training mode"])
 def test_randomness_inside_cpp_stays_on_one_thread(begins: str) -> None:
-    """An LSTM draws its dropout masks in C++, where lanes cannot intercept it."""
+    """An LSTM draws its dropout masks in C++, where workers cannot intercept it."""
     torch.manual_seed(0)
     layers = [recurrent(0.5) for _ in range(2)]
     pipe = on_cpus(nn.Sequential(*layers), [1, 1], chunks=2)
@@ -84,7 +84,7 @@ def test_a_generator_of_stages_keeps_them_on_one_thread() -> None:
     ],
 )
 def test_layers_that_fork_the_generator_stay_on_one_thread(draw: Callable[[], Any]) -> None:
-    """Its state is the process's; they restore it, and lanes may not see what they draw."""
+    """Its state is the process's; they restore it, and workers may not see what they draw."""
 
     def projected(x: torch.Tensor) -> torch.Tensor:
         with torch.random.fork_rng():
@@ -99,7 +99,7 @@ def test_layers_that_fork_the_generator_stay_on_one_thread(draw: Callable[[], An
     assert needs_one_thread(pipe) and torch.random.default_generator is torch.default_generator
 
 
-def test_visible_randomness_may_use_lanes() -> None:
+def test_visible_randomness_may_use_workers() -> None:
     pipe = on_cpus(MODELS["dropout"].build(torch.float64), [2, 2], chunks=4)
     pipe(torch.ones(8, WIDTH, dtype=torch.float64)).sum().backward()
     assert not needs_one_thread(pipe)
@@ -147,7 +147,7 @@ def test_layers_that_recompute_themselves_have_the_same_masks(use_reentrant: boo
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_layers_that_recompute_themselves_beside_randomness(p: float, use_reentrant: bool) -> None:
-    """To recompute, they set the state of the global generator, from which lanes draw."""
+    """To recompute, they set the state of the global generator, from which workers draw."""
     layers = lambda: (nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
     between = [nn.Sequential(nn.Dropout(p), Recomputed(use_reentrant, *layers())) for _ in range(4)]
     pipe = on_cpus(nn.Sequential(*between), [2, 2], chunks=4, checkpoint="never")

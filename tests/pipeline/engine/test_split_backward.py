@@ -105,9 +105,9 @@ def test_a_split_pass_has_both_parts_on_its_timeline_and_a_named_schedule_its_ow
     pipe = on_cpus(model, [1, 1], chunks=3, checkpoint="never", execution="split")
     with pipe.timeline() as timeline:
         pipe(torch.randn(6, 6)).sum().backward()
-    kinds = [(e.action.stage, e.action.kind) for e in timeline.phases[1].events]
-    assert sorted(set(kinds)) == [(0, "B"), (1, "I"), (1, "W")]
-    assert all(kinds.count(kind) == 3 for kind in set(kinds))
+    types = [(e.action.stage, e.action.type) for e in timeline.phases[1].events]
+    assert sorted(set(types)) == [(0, "B"), (1, "I"), (1, "W")]
+    assert all(types.count(each) == 3 for each in set(types))
     with pipe.timeline() as timeline:
         pipe.train_step(torch.randn(6, 6), None, torch.sum, schedule="gpipe", loss_reduction="sum")
-    assert {e.action.kind for e in timeline.phases[0].events} == {"F", "B"}
+    assert {e.action.type for e in timeline.phases[0].events} == {"F", "B"}

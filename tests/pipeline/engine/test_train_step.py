@@ -132,7 +132,7 @@ def test_a_loss_with_parameters_and_tuples_of_targets(place: torch.device) -> No
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_lanes_run_their_program_in_order(schedule: str) -> None:
+def test_workers_run_their_program_in_order(schedule: str) -> None:
     with (pipe := by_twos(model(), execution="threads")).timeline() as timeline:
         pipe.train_step(torch.randn(8, 5).double(), None, torch.mean, **OPTIONS[schedule])
     (phase,) = timeline.phases

@@ -193,7 +193,7 @@ def differs(seed: int) -> str | None:
     shares, tolerance = len(parameters) > len(set(parameters)), 0.0
     if way in SCHEDULES or shares:
         # What several paths add to a gradient comes in another order: the loss of a step has a
-        # graph of its own, and on lanes each microbatch a backward, which inline is one of all.
+        # graph of its own, and on workers each microbatch a backward, which inline is one of all.
         module, x = module.double(), x.detach().double().requires_grad_(x.requires_grad)
         tolerance = 1e-10
 

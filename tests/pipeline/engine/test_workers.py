@@ -20,8 +20,8 @@ from support.pipes import pipe_of
 from torch import nn
 
 from pipekernels.pipeline.engine import stages, step
-from pipekernels.pipeline.engine.lanes import intra_op_threads
 from pipekernels.pipeline.engine.transport import Transport
+from pipekernels.pipeline.engine.workers import intra_op_threads
 
 
 @pytest.mark.timeout(60)
@@ -98,7 +98,7 @@ def test_ctrl_c_ends_a_run(slow_stage: int) -> None:
 
 
 @pytest.mark.processes
-def test_pipes_share_threads_and_a_forked_child_starts_lanes_of_its_own() -> None:
+def test_pipes_share_threads_and_a_forked_child_starts_workers_of_its_own() -> None:
     """And the interpreter exits."""
     script = """
         before = threading.active_count()
@@ -178,7 +178,7 @@ def test_a_forward_during_a_training_step(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close([*found, grads], [expected] * 2, rtol=0, atol=0)
 
 
-def test_lanes_run_at_the_same_time() -> None:
+def test_workers_run_at_the_same_time() -> None:
     sleep = lambda x: (time.sleep(0.02), x)[1]
     pipe = pipe_of(FunctionLayer(sleep), FunctionLayer(sleep), chunks=8, execution="threads")
     with pipe.timeline() as timeline:
@@ -191,7 +191,7 @@ def test_lanes_run_at_the_same_time() -> None:
     assert sum(overlaps) >= 4
 
 
-def test_lanes_see_the_callers_context(execution: str) -> None:
+def test_workers_see_the_callers_context(execution: str) -> None:
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
     seen: list[tuple[int, bool, bool]] = []
 
@@ -211,8 +211,8 @@ def test_lanes_see_the_callers_context(execution: str) -> None:
 
 
 @pytest.mark.parametrize(("chunks", "share"), [(2, 3), (8, 2)])
-def test_lanes_share_the_intra_op_threads(chunks: int, share: int, execution: str) -> None:
-    """At most as many lanes as there are microbatches run at once, and share the threads."""
+def test_workers_share_the_intra_op_threads(chunks: int, share: int, execution: str) -> None:
+    """At most as many workers as there are microbatches run at once, and share the threads."""
     seen: list[int] = []
     count = lambda x: (seen.append(torch.get_num_threads()), x)[1]
     pipe = pipe_of(*(FunctionLayer(count) for _ in range(3)), chunks=chunks)

@@ -1,5 +1,5 @@
-"""Runs the lanes of a program at the same time, each on a thread with its own share of torch's
-intra-op threads."""
+"""Runs the lanes of a program at the same time: each on a worker, a thread with its own share of
+torch's intra-op threads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _executor: ThreadPoolExecutor
 
 
 def _start() -> None:
-    # Of the process: a new pipe need not start threads. With enough workers that none ever waits
-    # for one, as lanes wait for each other, also those of a pipe in a pipe.
+    # One per process: a new pipe need not start threads. No lane may wait for a free thread, as
+    # workers wait for each other's results, also those of a pipe in a pipe: so no limit is reached.
     global _executor
-    _executor = ThreadPoolExecutor(max_workers=1 << 16, thread_name_prefix="pipekernels-lane")
+    _executor = ThreadPoolExecutor(max_workers=1 << 16, thread_name_prefix="pipekernels-worker")
 
 
 _start()
@@ -33,9 +33,8 @@ _DENORMAL = float.fromhex("0x1p-1074")
 
 
 def _flushes_denormals() -> bool:
-    """Whether ``torch.set_flush_denormal`` is on, on the calling thread. torch has no getter, but
-    then comparisons too treat denormals as zero."""
-    return _DENORMAL == 0.0
+    """Whether ``torch.set_flush_denormal`` is on, on the calling thread."""
+    return _DENORMAL == 0.0  # torch has no getter, but this comparison obeys the same mode.
 
 
 @contextmanager
@@ -55,8 +54,10 @@ def intra_op_threads(count: int) -> Iterator[None]:
 def run_program(program: Program, compute: Callable[[Action, Any], Any], threads: int) -> None:
     """Run each lane of ``program`` on its own thread, the last one on the calling thread, with so
     many intra-op ``threads``; ``compute`` is as for ``Plan.run``. When an action raises, the other
-    lanes stop at their next action, and the first exception is raised here, with its traceback. So
-    is one (Ctrl-C) that reaches the calling thread meanwhile."""
+    workers stop at their next action, and the first exception is raised here, with its traceback.
+    So is one (Ctrl-C) that reaches the calling thread meanwhile."""
+    # Each action that takes another one's result waits for it at a queue of its own. So a worker
+    # runs its lane in order, however late the others are.
     inboxes: dict[Action, SimpleQueue[Any]] = {
         receiver: SimpleQueue() for receiver in program.receivers.values()
     }
@@ -66,11 +67,11 @@ def run_program(program: Program, compute: Callable[[Action, Any], Any], threads
     def fail(error: BaseException) -> None:
         failures.append(error)
         for inbox in inboxes.values():
-            inbox.put(None)  # Wakes the lane that waits.
+            inbox.put(None)  # Wakes the worker that waits.
 
     def run_lane(actions: Sequence[Action]) -> None:
         try:
-            # Both settings are per thread, and need not be restored on a worker.
+            # Both settings are per thread. Nothing restores them: the next lane sets its own.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
             if _flushes_denormals() != flush:
@@ -88,17 +89,19 @@ def run_program(program: Program, compute: Callable[[Action, Any], Any], threads
         except BaseException as error:  # noqa: BLE001 - raised again on the calling thread
             fail(error)
 
-    others: list[Future[None]] = []
+    # The last lane, which returns the outputs or computes the loss, runs on the calling thread.
+    futures: list[Future[None]] = []
     try:
         for lane in program.lanes[:-1]:
-            others.append(_executor.submit(contextvars.copy_context().run, run_lane, lane))
+            futures.append(_executor.submit(contextvars.copy_context().run, run_lane, lane))
         with intra_op_threads(threads):
             run_lane(program.lanes[-1])
     except BaseException as error:  # noqa: BLE001
         fail(error)
-    while not all(other.done() for other in others):
+    # Wait for every worker, through interrupts too: until then they use the mini-batch.
+    while not all(future.done() for future in futures):
         try:
-            wait(others)
+            wait(futures)
         except BaseException as error:  # noqa: BLE001
             fail(error)
     try:
