@@ -62,9 +62,9 @@ def native_channel(source: torch.device, target: torch.device) -> Any:
             _backend.require_cuda(device)
     channel = _backend.load().P2PChannel(_index(source), _index(target), SLOT_BYTES)
     way = "by peer access" if channel.has_peer_access else "through the CPU's memory or the driver"
-    level = logging.INFO
     if channel.has_broken_link:
-        level, way = logging.WARNING, "through the CPU's memory, as others get lost: turn off ACS"
+        way = "through the CPU's memory, as others get lost: turn off ACS"
+    level = logging.WARNING if channel.has_broken_link else logging.INFO
     _log.log(level, "copies from %s to %s go %s", source, target, way)
     if channel.has_peer_access:
         # torch's allocator may map memory itself (expandable segments), and then has to be told
@@ -136,12 +136,12 @@ class Channel:
         self._overlaps = "cuda" in types and types <= {"cpu", "cuda"}
         self._from, self._to = _index(source), _index(target)
         if self._overlaps:
-            self._native, self._new_ticket = native_channel(source, target), event_class()
+            self._native, self._new_event = native_channel(source, target), event_class()
             self._arriving = streams.external(target, self._native.arriving)
             self._are_plain = _backend.load().are_plain
         self._sources: list[_PendingSource] = []
         self._received: list[_ReceivedBuffer] = []
-        self._unused: list[tuple[Event, list[_ReceivedBuffer]]] = []
+        self._unused: list[tuple[Event, list[_ReceivedBuffer]]] = []  # The event: after all uses.
         self._pending_host_copies: list[tuple[Event, list[UntypedStorage]]] = []
         self._lock = threading.Lock()
 
@@ -159,11 +159,12 @@ class Channel:
             The copies, detached, and the pending to wait for before they are used.
         """
         if not self._overlaps:
-            pending = PendingCopy(self.target, None)
-            return [t.detach().to(self.target) for t in tensors], pending
+            return [t.detach().to(self.target) for t in tensors], PendingCopy(self.target, None)
         with self._lock:
             origin = streams.current_handle(self.source)
             self._reclaim()
+            # The extension copies memory as it is, without lazy conjugates or negatives. A snapshot
+            # is written on the source's own stream, so the caller may overwrite the tensor at once.
             sources = list(tensors)
             if not self._are_plain(sources):
                 sources = [t.detach().resolve_conj().resolve_neg() for t in sources]
@@ -174,7 +175,7 @@ class Channel:
                 copies = [pinned_like(s) for s in sources]
             else:
                 copies = streams.empty_like(sources, self.target, self._arriving)
-            done = self._new_ticket()
+            done = self._new_event()
             pending = PendingCopy(self.target, done)
             # All memory is listed before a copy is issued, in case send() raises afterwards.
             read = [tensor.untyped_storage() for tensor in snapshots or sources]
@@ -191,7 +192,7 @@ class Channel:
             still_reads = self._native.send(
                 done, sources, copies, snapshots, origin, torch.get_num_threads()
             )
-            if self._from < 0 and not still_reads:
+            if self._from < 0 and not still_reads:  # It has staged what was not pinned.
                 self._sources.remove(source)
         return copies, pending
 
@@ -213,30 +214,30 @@ class Channel:
                 self._lock.release()
 
     def _reclaim(self) -> None:
-        """Drop the sources of the last copy, and received buffers: those that an earlier call has
+        """Drop the sources of the last copy, and the received buffers that an earlier call has
         marked; mark those that are no longer used since."""
+        # A stream waits for the copies, unless it is being captured. The CPU must not wait here.
         while self._sources:
             first = self._sources[0]
             on_host = self._from < 0
             if not (first.done.is_done() if on_host else first.done.wait(self._from, first.origin)):
                 break
             del self._sources[:1]
+        # From here on the copies' stream may allocate this memory again.
         while self._unused:
             self._unused[0][0].wait(self._to, self._native.arriving)
             del self._unused[:1]
-        if self._pending_host_copies:
-            self._pending_host_copies = [
-                (done, memory) for done, memory in self._pending_host_copies if not done.is_done()
-            ]
+        self._pending_host_copies = [p for p in self._pending_host_copies if not p[0].is_done()]
         # In one pass without calls of Python: every copy looks at all buffers.
         kept = [b for b in self._received if storage_references(b.key) >= b.references]
         if len(kept) < len(self._received):
-            left = {buffer.key for buffer in kept}
-            found = [buffer for buffer in self._received if buffer.key not in left]
-            used = self._new_ticket()
-            users = {stream for buffer in found for stream in buffer.pending.users}
-            if self._native.mark(used, list(users)):
-                self._unused.append((used, found))
+            kept_keys = {buffer.key for buffer in kept}
+            unused = [buffer for buffer in self._received if buffer.key not in kept_keys]
+            # All work that reads them has been issued, to the streams that waited for the copies.
+            used = self._new_event()
+            users = {stream for buffer in unused for stream in buffer.pending.users}
+            if self._native.mark(used, list(users)):  # Not while one of them is being captured.
+                self._unused.append((used, unused))
                 self._received = kept
 
 

@@ -30,7 +30,7 @@ def usable(device: torch.device | str | int) -> torch.device:
     found = with_index(device)
     try:
         torch.empty(0, device=found)
-    except Exception as error:  # noqa: BLE001 (Of any kind, by device.)
+    except Exception as error:  # noqa: BLE001 (Which one depends on the device.)
         raise RuntimeError(
             f"device {str(device)!r} cannot be used: {error}; name another, such as 'cpu'"
         ) from None
