@@ -69,6 +69,7 @@ class Collectives:
         backend = self._cuda_backend
         if backend is not None and device == backend.device:
             return backend
+        # Autograd's threads may come here at the same time; making a backend is a collective.
         with self._lock:
             if self._cuda_backend is None:
                 parent = None if self._parent is None else self._parent()

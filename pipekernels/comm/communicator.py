@@ -16,9 +16,15 @@ from pipekernels import _backend
 from pipekernels._arguments import integer
 from pipekernels._torch_private import timeout_of
 from pipekernels.comm import messages
-from pipekernels.comm.bootstrap.deadline import Deadline, check_timeout
 from pipekernels.comm.bootstrap.processes import join_processes, problem_of, raise_join_failure
-from pipekernels.comm.bootstrap.rendezvous import Rendezvous, of_color, over_group, over_store
+from pipekernels.comm.bootstrap.rendezvous import (
+    Deadline,
+    Rendezvous,
+    check_timeout,
+    of_color,
+    over_group,
+    over_store,
+)
 from pipekernels.comm.collectives import Collectives, CpuBackend, MakeDeviceBackend
 from pipekernels.comm.cuda import DEFAULT_BLOCKS, CudaBackend, check_blocks
 from pipekernels.comm.errors import PeerError
@@ -166,24 +172,32 @@ class Communicator(Collectives):
 
     @classmethod
     def _join(
-        cls, rendezvous: Rendezvous, timeout: float, device_blocks: int,
-        color: int | None = 0, key: int = 0,
-    ) -> Communicator | None:  # fmt: skip
+        cls,
+        rendezvous: Rendezvous,
+        timeout: float,
+        device_blocks: int,
+        color: int | None = 0,
+        key: int = 0,
+    ) -> Communicator | None:
         joined = join_processes(rendezvous, timeout, color, key)
         if joined is None:
             return None
-        host_map, store = joined.host_map, None
+        host_map = joined.host_map
         is_one_host = len(host_map.hosts) == 1
         patience = timeout if is_one_host else timeout + GRACE
+        # From here on the extension owns the segment and the pidfds.
         core = _load().Communicator(joined.segment, host_map.position, joined.pidfds, patience)
         local = SharedMemoryBackend(core)
-        backend: CpuBackend = local
-        own = functools.partial(CudaBackend, local, blocks=device_blocks)
-        make: MakeDeviceBackend = functools.partial(over_links, own, rendezvous.group)
-        if not is_one_host:
+        backend: CpuBackend
+        make: MakeDeviceBackend
+        if is_one_host:
+            backend, store = local, None  # split() uses the shared memory.
+            own = functools.partial(CudaBackend, local, blocks=device_blocks)
+            make = functools.partial(over_links, own, rendezvous.group)
+        else:
             backend = MultiHostBackend(local, host_map, joined.link, timeout)
+            store = rendezvous.store
             make = functools.partial(GroupBackend, rendezvous.group)
-            store = rendezvous.store  # On one host split() uses the shared memory.
 
         def divide(parent: Communicator, color: int | None, key: int) -> Communicator | None:
             ranks = Rendezvous(parent._rank, parent._world_size, parent._exchange, store, None)
@@ -205,18 +219,19 @@ class Communicator(Collectives):
         check_blocks(device_blocks)
         world_size = integer("world_size", world_size)
         module = _load()
+        # The ranks have one mapping of a segment, and no pidfds: a thread cannot die alone.
         fd = module.Segment.create(world_size)
         try:
             segment = module.Segment(fd, world_size)
         finally:
             os.close(fd)
         divide = functools.partial(_divide_threads, device_blocks=device_blocks)
-        communicators, callers = [], set[int]()
+        communicators = []
+        callers: set[int] = set()  # Of all ranks: see ThreadBackend.
         for rank in range(world_size):
             core = module.Communicator(segment, rank, [], timeout)
-            local = SharedMemoryBackend(core)
-            if world_size > 1:
-                local = ThreadBackend(core, rank, callers)
+            several = world_size > 1
+            local = ThreadBackend(core, rank, callers) if several else SharedMemoryBackend(core)
             own = functools.partial(CudaBackend, local, blocks=device_blocks)
             make = functools.partial(over_links, own, None)
             communicators.append(cls(local, make, rank, world_size, timeout, divide))
@@ -297,8 +312,8 @@ class Communicator(Collectives):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        if kind is not None:  # Tell the peers that this rank failed.
+    def __exit__(self, error_type: type[BaseException] | None, *details: object) -> None:
+        if error_type is not None:  # Tell the peers that this rank failed.
             if self._cuda_backend is not None:
                 self._cuda_backend.close(abort=True)
             self._cpu_backend.abort()
@@ -306,8 +321,7 @@ class Communicator(Collectives):
 
     def _exchange(self, item: Any, message_type: type[T]) -> list[T]:
         """See :class:`pipekernels.comm.bootstrap.rendezvous.Rendezvous`."""
-        gather = lambda row: self.all_gather(row[None])
-        return messages.all_gather(item, message_type, gather, torch.device("cpu"))
+        return messages.all_gather(item, message_type, self.all_gather, torch.device("cpu"))
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self._rank}, world_size={self._world_size})"
@@ -337,7 +351,8 @@ def _divide_threads(
 ) -> Communicator | None:
     """:meth:`Communicator.split` for ranks that are threads: the first rank makes the new ones."""
     ranks = of_color(parent._exchange(_Choice(color, key), _Choice), color)
-    made, problem = [], ""
+    made: list[Communicator] = []
+    problem = ""
     if color is not None and ranks[0] == parent.rank:
         try:
             made = Communicator.threads(
@@ -345,6 +360,7 @@ def _divide_threads(
             )
         except Exception as error:  # noqa: BLE001 (Sent to the peers.)
             problem = problem_of(0, error)
+    # Threads can pass objects of the process by their handles.
     answers = parent._exchange(_Made([each.handle for each in made], problem), _Made)
     handles, problem = answers[ranks[0]]
     own = Communicator.from_handle(handles[ranks.index(parent.rank)]) if handles else None

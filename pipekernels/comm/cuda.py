@@ -81,17 +81,17 @@ class CudaBackend(NativeBackend):
                 "cannot hold; call one before the capture"
             )
         self.device = with_index(device)
-        parents = parent._native if isinstance(parent, CudaBackend) else None
-        own: _backend.CudaCommunicator = _backend.load().CudaCommunicator(
-            local.core, self.device.index, symmetric_bytes(), blocks, parents
+        native_parent = parent._native if isinstance(parent, CudaBackend) else None
+        native: _backend.CudaCommunicator = _backend.load().CudaCommunicator(
+            local.core, self.device.index, symmetric_bytes(), blocks, native_parent
         )
-        super().__init__(own)
-        self.broken_links, self.has_slow_links = own.broken_links, own.has_slow_links
-        self.check = own.check
-        self.synchronize = own.synchronize
+        super().__init__(native)
+        self.broken_links, self.has_slow_links = native.broken_links, native.has_slow_links
+        self.check = native.check
+        self.synchronize = native.synchronize
         # Without this, the destructor of a backend that was not closed would wait and hold the GIL,
         # which the threads of other ranks may need to finish what it waits for.
-        closing = weakref.finalize(self, own.close, False)
+        closing = weakref.finalize(self, native.close, False)
         closing.atexit = False  # Do not wait for collectives when the process exits.
 
     def empty(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -133,7 +133,7 @@ class CudaBackend(NativeBackend):
             return torch.empty(sizes, dtype=dtype, device=self.device)
         assert current_raw_stream is not None  # As this build of torch has CUDA.
         stream = current_raw_stream(self.device.index)
-        return allocated(self._native.allocate, sizes, dtype, stream)
+        return allocated(lambda s, code: self._native.allocate(s, code, stream), sizes, dtype)
 
 
 @functools.cache  # Once for each size.
@@ -143,9 +143,7 @@ def _log_copied(size: int, device: torch.device) -> None:
 
 
 def _may_meet() -> bool:
-    """Whether this thread may wait for threads of other ranks: not if it is autograd's.
-
-    Autograd has one thread per device, which runs the backwards of all ranks one after another.
-    With ``set_multithreading_enabled(False)`` a backward runs on the calling thread instead.
-    """
+    """Whether this thread may wait for threads of other ranks: not if it is autograd's."""
+    # Autograd has one thread per device, which runs the backwards of all ranks one after another.
+    # With `set_multithreading_enabled(False)` a backward runs on the calling thread instead.
     return not (in_backward() and torch.autograd.is_multithreading_enabled())

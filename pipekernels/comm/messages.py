@@ -75,18 +75,19 @@ def all_gather(
     Args:
         item: this rank's, of the type ``message_type``.
         message_type: as for :func:`decode`.
-        gather: gathers each rank's ``[n]`` into ``[ranks, n]``, for tensors on ``device``.
+        gather: concatenates each rank's ``[1, n]`` to ``[ranks, n]``, for tensors on ``device``.
         device: see above.
     """
+    # First the sizes, as a collective takes equal shapes; then the messages, padded.
     data = torch.frombuffer(bytearray(encode(item)), dtype=torch.uint8).to(device)
-    sizes = gather(torch.tensor([data.numel()], device=device)).flatten().tolist()
+    sizes = gather(torch.tensor([[data.numel()]], device=device)).flatten().tolist()
     for rank, size in enumerate(sizes):
         if not 0 < size <= MOST:
             raise RuntimeError(
                 f"rank {rank} announced a message of {size} bytes, of at most {MOST}; all ranks "
                 "must run the same version of pipekernels"
             )
-    rows = gather(torch.nn.functional.pad(data, (0, max(sizes) - data.numel())))
+    rows = gather(torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))[None])
     return [
         decode(bytes(row[:size].tolist()), f"rank {rank}", message_type)
         for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))
@@ -98,21 +99,17 @@ def all_gather_in_group(
 ) -> list[T]:
     """:func:`all_gather` over the ranks of a group."""
     world_size = dist.get_world_size(group)
+    device_types = backends_of(group)
+    device = torch.device("cpu" if "cpu" in device_types else next(iter(device_types)))
 
     def gather(tensor: Tensor) -> Tensor:
-        rows = tensor.new_empty((world_size, *tensor.shape))
-        dist.all_gather(list(rows.unbind()), tensor, group)
+        rows = tensor.new_empty((world_size, *tensor.shape[1:]))
+        dist.all_gather(list(rows.split(1)), tensor, group)
         return rows
 
-    return all_gather(item, message_type, gather, _device_of(group))
+    return all_gather(item, message_type, gather, device)
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
     """The backends of ``group`` by device type."""
     return dict(item.split(":", 1) for item in dist.get_backend_config(group).split(","))
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """A device whose tensors ``group`` supports; the CPU if possible."""
-    backends = backends_of(group)
-    return torch.device("cpu" if "cpu" in backends else next(iter(backends)))

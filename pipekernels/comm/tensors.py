@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from pipekernels.comm.codes import ALGORITHMS, MOVABLE, OPERATIONS, ORDERS, REDU
 def check_tensor(value: object, what: str = "a communicator") -> None:
     """Raise TypeError, which begins with ``what``, unless ``value`` is a tensor."""
     if not isinstance(value, Tensor):
-        kind = type(value).__name__
-        raise TypeError(f"{what} works on tensors, got {kind}; pass torch.as_tensor(...)")
+        name = type(value).__name__
+        raise TypeError(f"{what} works on tensors, got {name}; pass torch.as_tensor(...)")
 
 
 def check_dense(tensor: Tensor) -> None:
@@ -50,9 +50,8 @@ def to_dense(tensor: Tensor) -> Tensor:
 def to_dense_in_place(tensor: Tensor) -> Tensor:
     """:func:`to_dense` for a tensor that is changed in place; see :func:`put_back`."""
     dense = to_dense(tensor)
-    if dense is not tensor and any(
-        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    if dense is not tensor and any(size > 1 and stride == 0 for size, stride in pairs):
         raise ValueError(
             "a tensor that is changed in place must not have several elements in one place, got "
             f"shape {tuple(tensor.shape)} and strides {tensor.stride()}; pass tensor.contiguous()"
@@ -104,6 +103,7 @@ def output_for(
             f"{dense.device}, got one of shape {tuple(out.shape)}, strides {out.stride()} and "
             f"{out.dtype} on {out.device}"
         )
+    # Peers read the input while this rank writes its output, unless the call leaves it in place.
     offset = dense.data_ptr() - out.data_ptr()
     if -dense.nbytes < offset < out.nbytes and offset != own:
         raise ValueError("out must not overlap the input; pass another tensor")
@@ -111,28 +111,20 @@ def output_for(
 
 
 def allocated(
-    allocate: Callable[..., Any], sizes: torch.Size, dtype: torch.dtype, *more: int
+    allocate: Callable[[Sequence[int], int], Any], sizes: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
-    """An uninitialised contiguous tensor in memory that this package allocates.
-
-    Not a view: a view that a custom autograd function returns cannot be modified.
-
-    Args:
-        allocate: takes sizes, a code of a dtype, and ``more``; returns a DLPack capsule, or None
-            without room.
-        sizes: of the tensor.
-        dtype: any.
-        more: arguments of ``allocate``.
-    """
+    """An uninitialised contiguous tensor in memory that this package allocates. ``allocate`` takes
+    sizes and a code of a dtype; it returns a DLPack capsule, or None without room."""
     code = REDUCIBLE.get(dtype)
     if code is not None and 0 not in sizes:  # Of sizes that overflow, torch frees a capsule twice.
-        capsule = allocate(sizes, code, *more)
+        capsule = allocate(sizes, code)
         return capsule if capsule is None else from_dlpack(capsule)
     # Older versions of torch read few dtypes. sizes.numel() would overflow beyond 64 bits.
     count = min(math.prod(sizes) * dtype.itemsize, sys.maxsize)
-    capsule = allocate((count,), MOVABLE[torch.uint8], *more)
+    capsule = allocate((count,), MOVABLE[torch.uint8])
     if capsule is None:
         return None
+    # Not a view: a view that a custom autograd function returns cannot be modified.
     memory = from_dlpack(capsule)
     return memory.new_empty(0, dtype=dtype).set_(memory.untyped_storage()).resize_(sizes)
 

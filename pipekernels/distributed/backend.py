@@ -33,14 +33,13 @@ _REDUCTIONS = {
 
 def parts_of(given: Sequence[Any], is_one: bool) -> list[list[Any]]:
     """The parts of a call: a tensor, or a copy of a list, for each argument. Those that a rank does
-    not give are empty lists.
-
-    Args:
-        given: the arguments: lists of what the parts have, or what the only part has.
-        is_one: there is one part. So it is too if the first argument is a tensor.
-    """
-    is_one = is_one or isinstance(given[0], Tensor)
-    parts = [given] if is_one else zip_longest(*given, fillvalue=())
+    not give are empty lists. Either the arguments ``given`` are those of the only part, as they are
+    if ``is_one`` or the first is a tensor, or each is a list with an entry per part."""
+    if is_one or isinstance(given[0], Tensor):
+        parts = [given]
+    else:
+        parts = list(zip_longest(*given, fillvalue=()))
+    # Lists are copied: the caller may change them before an asynchronous call runs.
     return [[each if isinstance(each, Tensor) else [*each] for each in part] for part in parts]
 
 
@@ -59,18 +58,19 @@ def reduction_of(opts: Any) -> tuple[str, Any]:
     return name, op.__getstate__()[1] if name == "premul_sum" else None
 
 
-def check_parts(call: str, parts: Sequence[Tensor], count: int, own: Tensor | None = None) -> None:
-    """Raise ValueError unless there are ``count`` tensors, each as large as ``own`` and like it."""
+def check_parts(call: str, parts: Sequence[Tensor], count: int, like: Tensor | None = None) -> None:
+    """Raise ValueError unless there are ``count`` tensors, of the size, dtype and device of
+    ``like`` if that is given."""
     if len(parts) != count:
         raise ValueError(
             f"{call} needs a list of {count} tensors, one for each rank of the group, "
             f"got {len(parts)}"
         )
     for part in parts:
-        if own is not None and _summary(part) != _summary(own):
+        if like is not None and _summary(part) != _summary(like):
             raise ValueError(
                 f"{call} needs a list of tensors of the size, dtype and device of that beside it, "
-                f"{_summary(own)}, got {_summary(part)}"
+                f"{_summary(like)}, got {_summary(part)}"
             )
 
 
@@ -90,56 +90,46 @@ class BackendGroup(Group):
 
 
 def _collective(
-    name: str,
-    method_names: str = "",
+    name: str,  # For the profiler.
+    method_names: str = "",  # Torch's, old and new; `name` if empty.
     *,
-    arguments: int = 2,
-    read: Callable[[Any], Any] | None = None,
-    native: Callable[..., bool] = lambda *_: False,
-    is_one: bool = False,
-    copies: bool = False,
+    arguments: int = 2,  # How many come before the options.
+    read: Callable[[Any], Any] | None = None,  # Makes the `value` of torch's options, at the call.
+    native: Callable[..., bool] = lambda *_: False,  # Tries a native call; whether it was made.
+    is_one: bool = False,  # The arguments are those of the only part, not lists for several.
+    copies: bool = False,  # `run` copies to its results, which may be strided then.
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make methods of ``run(group, value, result, *inputs)``, which runs once all earlier calls
-    have ended, for each part of a call: a tensor or a list of tensors for each argument. Those of
-    the result are dense there.
-
-    Args:
-        name: of the collective, for the profiler.
-        method_names: torch's, old and new; ``name`` if empty.
-        arguments: how many come before the options.
-        read: the ``value`` of torch's options; at the call.
-        native: with native calls in place of the group: makes one of them if that suffices;
-            returns whether it has.
-        is_one: the arguments are those of the only part, and not lists for several.
-        copies: ``run`` copies to its results, which may be strided then.
-    """
+    have ended, for each part of a call. A result, and each of a list of results, is dense there."""
 
     def method_of(method_name: str, run: Callable[..., None]) -> Callable[..., dist.Work]:
         runs = run if copies else partial(_run_on_dense, run)
 
         @disable_dynamo
         def method(self: BackendGroup, *given: Any, **fields: Any) -> dist.Work:
+            work: dist.Work
             if len(given) <= arguments or not hasattr(given[arguments], "timeout"):
                 # Torch calls again with options, or has Gloo do it.
-                work: dist.Work = getattr(super(BackendGroup, self), method_name)(*given, **fields)
+                work = getattr(super(BackendGroup, self), method_name)(*given, **fields)
                 return work
             opts, calls = given[arguments], self._flat_calls
             value = None if read is None else read(opts)
+            # The short way of a small tensor: one native call on this thread.
             if (
                 calls is not None
                 and self._last is DONE
                 and not getattr(opts, "asyncOp", True)
                 and not is_profiler_enabled()
             ):  # The caller waits, no earlier call is left, and nobody looks.
-                tensors = given[0] if arguments == 1 else given[:arguments]
-                if len(tensors) == arguments and native(calls, value, *tensors):
+                only = given[0] if arguments == 1 else given[:arguments]
+                if len(only) == arguments and native(calls, value, *only):
                     return ENDED
+            # The last tensor, which all ranks give, decides who serves the call: all must agree.
             parts = parts_of(given[:arguments], is_one)
             tensors = tensors_in(parts[-1][:2]) if parts else []
-            for last in tensors[-1:]:  # All ranks give this one.
-                if not last.is_cpu or last.layout != torch.strided:
-                    work = getattr(self._group_of(last.device), method_name)(*given)
-                    return work
+            if tensors and not (tensors[-1].is_cpu and tensors[-1].layout == torch.strided):
+                work = getattr(self._group_of(tensors[-1].device), method_name)(*given)
+                return work
 
             def body() -> None:
                 with torch.inference_mode():  # Allows writes to its tensors.
@@ -162,6 +152,7 @@ def _collective(
 def _run_on_dense(
     run: Callable[..., None], group: Group, value: Any, result: Tensor | list[Tensor], *inputs: Any
 ) -> None:
+    # A communicator takes dense tensors only. A strided result gets the values afterwards.
     results = result if isinstance(result, list) else [result]
     dense = list(map(to_dense_in_place, results))
     run(group, value, dense if results is result else dense[0], *inputs)
@@ -210,6 +201,7 @@ def _reduce_scatter_list(group: Group, value: Any, output: Tensor, inputs: list[
     whole, sizes = torch.cat([x.reshape(-1) for x in inputs]), [x.numel() for x in inputs]
     if len(set(sizes)) == 1:
         return _reduce_scatter(group, value, output, whole)
+    # Ranks get slices of different sizes, which no native call has: each takes its own of the sum.
     group._comm._cpu_backend.announce("reduce_scatter", whole, value[0])
     derived.all_reduce(group._comm, whole, *value)
     output.copy_(whole.split(sizes)[group.rank()].view(output.shape))
@@ -248,13 +240,13 @@ def _all_gather_list(group: Group, _: None, outputs: list[Tensor], input: Tensor
 
 @_collective("gather", read=_root_of)
 def _gather(group: Group, root: int, outputs: list[Tensor], input: Tensor) -> None:
-    check_parts("gather", outputs, group.size() * (group.rank() == root), input)
+    check_parts("gather", outputs, group.size() if group.rank() == root else 0, input)
     derived.gather(group._comm, group._gloo, to_dense(input), outputs, root)
 
 
 @_collective("scatter", read=_root_of)
 def _scatter(group: Group, root: int, output: Tensor, inputs: list[Tensor]) -> None:
-    check_parts("scatter", inputs, group.size() * (group.rank() == root), output)
+    check_parts("scatter", inputs, group.size() if group.rank() == root else 0, output)
     derived.scatter(group._comm, group._gloo, output, list(map(to_dense, inputs)), root)
 
 

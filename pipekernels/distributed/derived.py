@@ -34,11 +34,7 @@ _FOLDS: dict[str, Callable[[Any, Any], Tensor]] = {
     "xor": torch.bitwise_xor,
 }
 # Which have the same bits of sums and products, and which torch can compute with.
-_SIGNED = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def all_reduce(comm: Collectives, tensor: Tensor, op: str, factor: Any) -> None:
@@ -70,7 +66,7 @@ def reduce_scatter(comm: Collectives, output: Tensor, input: Tensor, op: str, fa
     if factor is not None:
         input = input * factor
     elif output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
-        input = input.clone()
+        input = input.clone()  # A communicator's input and output must not overlap.
     if input.numel() != comm._world_size * output.numel() or input.dtype != output.dtype:
         raise ValueError(
             f"reduce_scatter over {comm._world_size} ranks needs {comm._world_size} x "
@@ -129,7 +125,8 @@ def scatter(
 
 def _reduced(comm: Collectives, tensor: Tensor, op: str) -> Tensor:
     """The reduction of ``tensor``, in its dtype."""
-    dtype = wide = tensor.dtype
+    dtype = tensor.dtype
+    wide = dtype  # In which terms are combined.
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         wide = torch.int64
     elif dtype in _SIGNED:
@@ -141,11 +138,12 @@ def _reduced(comm: Collectives, tensor: Tensor, op: str) -> Tensor:
         wide = torch.float32
     elif dtype == torch.complex32:
         wide = torch.complex64
+    # Every rank combines all terms itself, in rank order: so all get the same bits.
     terms = comm.all_gather(tensor[None]).to(wide).unbind()
     total = functools.reduce(_FOLDS[op], terms)
     if op == "avg":
-        how = "trunc" if wide == torch.int64 else None
-        total = total.div(comm._world_size, rounding_mode=how)
+        rounding_mode = "trunc" if wide == torch.int64 else None
+        total = total.div(comm._world_size, rounding_mode=rounding_mode)
     return total.to(dtype)
 
 

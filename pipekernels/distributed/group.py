@@ -13,13 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipekernels._torch_private import (
-    disable_dynamo,
-    end_with,
-    register_backend,
-)
-from pipekernels.comm.bootstrap.deadline import Deadline
-from pipekernels.comm.bootstrap.rendezvous import over_store
+from pipekernels._torch_private import disable_dynamo, end_with, register_backend
+from pipekernels.comm.bootstrap.rendezvous import Deadline, over_store
 from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.messages import backends_of
@@ -83,8 +78,6 @@ class _Ended(dist.Work):
 
 
 ENDED = _Ended()
-
-
 _CPU = torch.device("cpu")
 
 
@@ -116,7 +109,7 @@ class Group(dist.ProcessGroup):
     """A process group without its collectives on tensors. Gloo serves what it does not override.
 
     All ranks must choose the same of communicator and Gloo, so the choice depends only on the
-    operation and the kind of tensor.
+    operation and on the tensor's device and layout.
     """
 
     def __init__(self, options: Any, backend_options: Any) -> None:
@@ -125,7 +118,8 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, world_size)  # type: ignore[call-arg]
         timeout, seconds = options.timeout, options.timeout.total_seconds()
         deadline = Deadline(seconds)
-        # Wait for all ranks before connecting Gloo, which has the timeout of its operations.
+        # The store brings the ranks together once, for Gloo and for the communicator. Gloo connects
+        # with the timeout of its operations, so all ranks are waited for before.
         rendezvous = over_store(options.store, rank, world_size, deadline)
         rendezvous.all_gather("", str)
         gloo_store = dist.PrefixStore("gloo", cast(dist.Store, rendezvous.store))
@@ -136,10 +130,11 @@ class Group(dist.ProcessGroup):
             register_backend(group, _CPU, backend)
         self._comm = cast(Communicator, Communicator._join(rendezvous, seconds, MOST_BLOCKS))
         self._flat_calls = self._comm._cpu_backend.flat_calls
+        # Asynchronous calls run on one thread, so in the order in which they were made.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
         self._thread_id: int | None = None  # Set by its first call.
         self._process = os.getpid()
-        self._last = DONE
+        self._last = DONE  # The latest call on the thread; DONE if all have ended.
         self._timeout = timeout
         self._backend_options = backend_options
         self._others: dict[str, dist.ProcessGroup] = {}  # By type of device.
@@ -171,12 +166,7 @@ class Group(dist.ProcessGroup):
         self, opts: Any, body: Callable[[], object], results: list[Tensor], name: str
     ) -> dist.Work:
         """Run ``body``, the collective ``name``, after all earlier calls; at once if none of them
-        is left and the caller waits.
-
-        A future's callback may run on the group's thread, which cannot wait for itself: calls from
-        there run at once. The order is then the same on all ranks if each callback is added before
-        the next call and that call is asynchronous, as in the hooks of DDP.
-        """
+        is left and the caller waits."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 "this group belongs to the process that made it, and cannot be used in a forked "
@@ -184,11 +174,14 @@ class Group(dist.ProcessGroup):
             )
         if self._last is not DONE and self._last.done():
             self._last = DONE
-        is_idle = self._last is DONE and not getattr(opts, "asyncOp", True)
+        at_once = self._last is DONE and not getattr(opts, "asyncOp", True)
         with in_profile("%s of %d bytes", name, sum([each.nbytes for each in results])) as shown:
-            if is_idle or threading.get_ident() == self._thread_id:
+            # A future's callback may run on the group's thread, which cannot wait for itself. Calls
+            # from there have one order on all ranks if each callback is added before the next call
+            # and that call is asynchronous, as in the hooks of DDP.
+            if at_once or threading.get_ident() == self._thread_id:
                 body()
-                return ENDED if is_idle else Work(DONE, results)
+                return ENDED if at_once else Work(DONE, results)
             self._last = self._thread.submit(self._run_on_thread, body)
             work = Work(self._last, results)
             if shown is not None:
@@ -218,12 +211,13 @@ class Group(dist.ProcessGroup):
                     "init_process_group('cpu:pipekernels,cuda:nccl')"
                 )
             ranks = dist.get_process_group_ranks(self)
-            # Torch sorts ranks by default; where it can leave them unsorted, it has this argument.
-            order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+            options: dict[str, Any] = {"use_local_synchronization": True}
+            if ranks != sorted(ranks):  # Where torch can leave them unsorted, it has this argument.
+                options["sort_ranks"] = False
+            backend = f"{device.type}:{name}"
             self._others[device.type] = dist.new_group(
-                ranks, self._timeout, f"{device.type}:{name}", self._backend_options,
-                use_local_synchronization=True, **order,
-            )  # fmt: skip
+                ranks, self._timeout, backend, self._backend_options, **options
+            )
         return self._others[device.type]
 
     def _get_backend(self, device: torch.device) -> Any:

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 
 from pipekernels import _backend
-from pipekernels.comm.bootstrap.deadline import Deadline
 from pipekernels.comm.bootstrap.rendezvous import (
+    Deadline,
     Rendezvous,
     await_ranks,
     host_identity,
@@ -30,8 +30,7 @@ from pipekernels.comm.bootstrap.rendezvous import (
     start_time,
 )
 from pipekernels.comm.errors import PeerError
-from pipekernels.comm.multi_host.host_map import HostMap
-from pipekernels.comm.multi_host.link import Link
+from pipekernels.comm.multi_host.hosts import HostMap, Link
 
 _RETRY = 0.002  # Seconds between attempts to connect to a socket whose queue is full.
 _LOOK = 0.2  # Seconds between looks whether processes still run.
@@ -95,7 +94,9 @@ def join_processes(
 
         # 2. Ranks of a host get the same memory, over the socket; the first of each connect hosts.
         undo = stack.enter_context(contextlib.ExitStack())
-        segment, pidfds, link, problem = None, [], None, ""
+        segment, link = None, None
+        pidfds: list[int] = []
+        problem = ""
         try:
             soon = Deadline(0.75 * deadline.left())  # Leaves time to tell the peers of a timeout.
             module = _backend.load()
@@ -103,7 +104,8 @@ def join_processes(
             try:
                 segment = module.Segment(fd, len(host_map.members))
             finally:
-                os.close(fd)
+                os.close(fd)  # The mapping holds the memory.
+            # By a pidfd the extension sees the end of a process at once, without reused pids.
             for member in host_map.members:
                 pidfds.append(-1 if member == rank else module.open_pidfd(processes[member].pid))
                 if pidfds[-1] >= 0:
@@ -115,8 +117,8 @@ def join_processes(
             problem = problem_of(rank, error)
             listener.close()  # Peers that wait for the memory stop waiting.
         # 3. All learn whether all have succeeded; else what was opened is closed.
-        problems = rendezvous.all_gather(problem, str)
-        problems = [problems[member] for member in ranks]
+        answers = rendezvous.all_gather(problem, str)
+        problems = [answers[member] for member in ranks]
         if any(problems):
             segment = None  # Else the traceback would keep it alive.
         raise_join_failure(problems)
@@ -149,14 +151,14 @@ def _group_by_host(processes: list[_Process]) -> list[list[int]]:
 
 
 def _connect_hosts(
-    rendezvous: Rendezvous, host_map: HostMap, name: str, timeout: float, deadline: Deadline
+    rendezvous: Rendezvous, host_map: HostMap, address: str, timeout: float, deadline: Deadline
 ) -> Link | None:
     """A link to the ranks at this rank's position on the other hosts; None if a host has none."""
     if len(host_map.hosts) == 1 or host_map.position >= host_map.links:
         return None
     store = rendezvous.store
     assert store is not None, "only processes of one host have no store"
-    name = f"{name[1:]}/{host_map.position}"  # Unique, as the socket's address is.
+    name = f"{address[1:]}/{host_map.position}"  # Unique, as the socket's address is.
     # Wait for all ranks first: connecting has the timeout of a link's operations.
     keys = {f"{name}/{host}": ranks[host_map.position] for host, ranks in enumerate(host_map.hosts)}
     store.set(f"{name}/{host_map.host}", "")
@@ -176,11 +178,7 @@ def _share(
 
 
 def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadline) -> int:
-    """Create memory and send its descriptor to the processes in ``waiting`` (ranks by pid).
-
-    Any user can connect. Nothing is read from a connection, so none can block the others; other
-    processes are disconnected without the descriptor.
-    """
+    """Create memory and send its descriptor to the processes in ``waiting`` (ranks by pid)."""
     fd: int = _backend.load().Segment.create(len(waiting) + 1)
     try:
         while waiting:
@@ -192,6 +190,8 @@ def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadli
             dead = [rank for pid, rank in waiting.items() if start_time(pid) is None]
             if dead:
                 raise PeerError(f"rank {dead[0]} has died", dead[0])
+            # Any user can connect. Nothing is read from a connection, so none can block the others;
+            # only processes of this user that are waited for get the descriptor.
             listener.settimeout(min(deadline.for_socket(), _LOOK))
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
@@ -208,6 +208,7 @@ def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadli
 
 def _receive(first: _Process, rank: int, deadline: Deadline) -> int:
     """The descriptor of the memory, from the ``first`` process of this host, which is ``rank``."""
+    # The kernel names the process at the other end: nobody else can pass memory.
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             _connect(connection, first.address, deadline)

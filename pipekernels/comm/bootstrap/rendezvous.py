@@ -1,5 +1,5 @@
 """How ranks communicate before they share memory: by a process group, store, or communicator;
-and how they know each other's processes."""
+how long they wait for each other; and how they know each other's processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,8 +17,40 @@ import torch.distributed as dist
 from pipekernels._arguments import check_integer, check_kind
 from pipekernels._torch_private import default_group, store_of
 from pipekernels.comm import messages
-from pipekernels.comm.bootstrap.deadline import Deadline
 from pipekernels.comm.errors import PeerError
+
+T = TypeVar("T")
+
+MOST_RANKS = 1 << 16  # Every rank lists the entries of all others as they join.
+_LONGEST_PAUSE = 0.1  # Seconds between polls of a store.
+_MOST_SECONDS = 1e9  # Seconds, 31 years; 64-bit clocks of nanoseconds overflow after 292 years.
+
+
+class Deadline:
+    """A point in time, ``seconds`` from now, until which something must have ended."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds left; 0 once the deadline has passed."""
+        return max(self._end - time.monotonic(), 0.0)
+
+    def for_socket(self) -> float:
+        """:meth:`left` as a timeout of a socket: at most 24 days, and 0 would mean non-blocking."""
+        return max(min(self.left(), 1e6), 0.001)
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise TypeError or ValueError unless ``timeout`` is a time for a rank to wait."""
+    if not isinstance(timeout, Real):
+        raise TypeError(f"timeout must be a number of seconds, got {type(timeout).__name__}")
+    if not 0 < timeout <= _MOST_SECONDS:
+        raise ValueError(
+            f"timeout must be a positive number of seconds, at most {_MOST_SECONDS:.0e}, "
+            f"got {timeout}"
+        )
 
 
 def host_identity() -> tuple[str, ...]:
@@ -34,18 +67,7 @@ class Process(NamedTuple):
 
     host: tuple[str, ...]
     pid: int
-    begun: int | None
-
-
-def own_process() -> Process:
-    return Process(host_identity(), os.getpid(), start_time(os.getpid()))
-
-
-def has_died(process: bytes) -> bool:
-    """Whether a message of :func:`own_process` is of a process of this host that has ended. False
-    for those of other hosts, which cannot be seen."""
-    host, pid, begun = messages.decode(process, "a rank", Process)
-    return host == host_identity() and start_time(pid) != begun
+    start: int | None  # A pid alone may be given to a later process.
 
 
 def start_time(pid: int) -> int | None:
@@ -57,12 +79,6 @@ def start_time(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
-
-
-T = TypeVar("T")
-
-MOST_RANKS = 1 << 16  # Every rank lists the entries of all others as they join.
-_LONGEST_PAUSE = 0.1  # Seconds between polls of a store.
 
 
 class Rendezvous(NamedTuple):
@@ -107,8 +123,10 @@ def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline
         raise ValueError(f"rank must be in 0..world_size - 1, got {rank} of {world_size}")
     prefix = f"pipekernels/{world_size}"
     own = dist.PrefixStore(f"{prefix}/{store.add(f'{prefix}/{rank}', 1)}", store)
-    own.set(f"process/{rank}", messages.encode(own_process()).decode())
-    rounds = 0
+    # Peers that wait for this rank look whether its process still runs.
+    process = Process(host_identity(), os.getpid(), start_time(os.getpid()))
+    own.set(f"process/{rank}", messages.encode(process).decode())
+    rounds = 0  # Each exchange has keys of its own: a late rank still reads those of the last one.
 
     def all_gather(item: Any, message_type: type[T]) -> list[T]:
         nonlocal rounds
@@ -134,6 +152,7 @@ def await_ranks(
     now and then. TimeoutError names the ranks that are late."""
     pause = 0.001
     while not store.check(list(ranks)):  # Not store.wait(): TCPStore logs every timeout.
+        # Each check of one rank is a round trip to the store, so only once waits are long.
         is_late = deadline.left() == 0
         if is_late or pause == _LONGEST_PAUSE:
             absent = [rank for key, rank in ranks.items() if not store.check([key])]
@@ -151,7 +170,11 @@ def _check_alive(store: dist.Store, ranks: Iterable[int]) -> None:
     """Raise PeerError if one of ``ranks``, which has introduced itself in ``store``, has died."""
     for rank in ranks:
         key = f"process/{rank}"
-        if store.check([key]) and has_died(store.get(key)):
+        if not store.check([key]):
+            continue
+        host, pid, start = messages.decode(store.get(key), "a rank", Process)
+        # Processes of other hosts cannot be seen.
+        if host == host_identity() and start_time(pid) != start:
             raise PeerError(f"rank {rank} has died before the communicator was made", rank)
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from pipekernels.comm.errors import PeerError
-from pipekernels.comm.multi_host.host_map import HostMap
-from pipekernels.comm.multi_host.link import Link, LinkError
+from pipekernels.comm.multi_host.hosts import HostMap, Link, LinkError
 from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import shape_digest
 
@@ -105,7 +104,8 @@ class Agreement:
 
     def close(self, *, abort: bool = False) -> None:
         """Leave; ``abort`` tells the peers that an error is the reason."""
-        self._local.abort() if abort else self._local.close()
+        leave = self._local.abort if abort else self._local.close
+        leave()
         if self._link is not None:
             self._link.close()
 
@@ -114,6 +114,8 @@ class Agreement:
         host_map = self._host_map
         description = f"{call}\n{shape}".encode().ljust(_LONGEST)
         own = torch.frombuffer(bytearray(description), dtype=torch.uint8)
+        # As a collective: inside each host, between the first ranks of hosts, inside again. The
+        # block of a host with fewer ranks ends with zeros, as links take equal shapes.
         block = torch.zeros(host_map.most, _LONGEST, dtype=torch.uint8, device="cpu")
         self._local.all_gather(own, block)
         table = block.new_empty((len(host_map.hosts), *block.shape))

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from pipekernels.comm.codes import OPERATIONS, REDUCIBLE, operation_of
 from pipekernels.comm.multi_host.agreement import Agreement
-from pipekernels.comm.multi_host.host_map import HostMap
-from pipekernels.comm.multi_host.link import Link
+from pipekernels.comm.multi_host.hosts import HostMap, Link
 from pipekernels.comm.shared_memory import SharedMemoryBackend
 
 # Extra seconds that the ranks of a host wait for each other, so that ranks with a link can first
@@ -98,13 +97,14 @@ class MultiHostBackend:
     def _reduced(self, tensor: Tensor, op: str) -> Tensor:
         """``tensor``, ``[n]``, reduced over all ranks by ``op``: inside each host, then each link's
         part between hosts."""
-        part = -(-tensor.numel() // self._host_map.links)
-        # Ranks without a link reduce padding.
+        part = self._per_link(tensor.numel())
+        # 1. Inside the host, each rank reduces a part. Ranks without a link reduce padding.
         padded = self._shared(len(self._host_map.members) * part, tensor.dtype)
         padded[: tensor.numel()] = tensor
         padded[tensor.numel() :] = 0
         mine = self._shared(part, tensor.dtype)
         self._local.reduce_scatter(padded, mine, "sum" if op == "avg" else op)
+        # 2. Between hosts, all links at once. All ranks of a link get the same bits.
         if self._link is not None:
             if op in ("max", "min"):  # Gather and reduce here: those of Gloo may lose a NaN.
                 parts = self._link.all_gather(mine)
@@ -113,6 +113,7 @@ class MultiHostBackend:
                 self._link.sum(mine)
             if op == "avg":
                 mine /= self._host_map.world_size
+        # 3. Inside the host, all get all parts.
         self._local.all_gather(mine, padded)
         return padded[: tensor.numel()]
 
@@ -120,12 +121,13 @@ class MultiHostBackend:
         """The bytes of all ranks, ``[world_size, data.numel()]``."""
         size, hosts = data.numel(), len(self._host_map.hosts)
         links, most = self._host_map.links, self._host_map.most
-        part = -(-most * size // links)
+        part = self._per_link(most * size)
         block = data.new_zeros(links * part)  # This host's bytes, padded.
         self._local.all_gather(data, block)
         mine = self._shared(hosts * part, torch.uint8)
         if self._link is not None:
             mine.copy_(self._link.all_gather(self._part_of(block, part)).flatten())
+        # Each link has brought a part of every host's block: put the blocks together.
         parts = data.new_empty(len(self._host_map.members), hosts, part)
         self._local.all_gather(mine, parts)
         blocks = parts[:links].transpose(0, 1).reshape(hosts, links * part)
@@ -133,7 +135,7 @@ class MultiHostBackend:
 
     def _copied(self, data: Tensor, root: int) -> Tensor:
         """The bytes of rank ``root``; ``data`` are this rank's."""
-        host, part = self._host_map.host_of(root), -(-data.numel() // self._host_map.links)
+        host, part = self._host_map.host_of(root), self._per_link(data.numel())
         padded = data.new_zeros(len(self._host_map.members) * part)
         padded[: data.numel()] = data
         if host == self._host_map.host:
@@ -146,6 +148,9 @@ class MultiHostBackend:
         if host != self._host_map.host:
             self._local.all_gather(mine, padded)
         return padded[: data.numel()]
+
+    def _per_link(self, elements: int) -> int:
+        return -(-elements // self._host_map.links)  # Rounded up.
 
     def _part_of(self, padded: Tensor, part: int) -> Tensor:
         """The part of this rank's link; may be empty."""

@@ -22,7 +22,7 @@ from pipekernels import Communicator, PeerError
 from pipekernels.comm import messages
 from pipekernels.comm.bootstrap import processes as bootstrap
 from pipekernels.comm.bootstrap import rendezvous
-from pipekernels.comm.bootstrap.deadline import Deadline
+from pipekernels.comm.bootstrap.rendezvous import Deadline
 
 
 class Bomb:

@@ -1,4 +1,4 @@
-"""The connection of one rank of every host, over Gloo."""
+"""Which ranks are on which host, and the connection of one rank of every host, over Gloo."""
 
 from __future__ import annotations
 
@@ -13,6 +13,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 _POLL = 0.02  # Seconds between looks whether the link has been closed.
+
+
+class HostMap:
+    """The ranks of a communicator over several hosts, from the view of one rank.
+
+    Args:
+        hosts: the ranks on each host.
+        rank: this rank.
+
+    Attributes:
+        host: the index of this rank's host.
+        position: the index of this rank on its host.
+        members: the ranks of this host.
+        links: the smallest number of ranks on a host; each of these positions has a link.
+        most: the largest number of ranks on a host.
+        world_size: the number of ranks.
+        places: each rank's index in a flattened table ``[hosts, most]``.
+    """
+
+    def __init__(self, hosts: list[list[int]], rank: int) -> None:
+        self.hosts = hosts
+        self.rank = rank
+        self.links = min(map(len, hosts))
+        self.most = max(map(len, hosts))
+        self.world_size = sum(map(len, hosts))
+        self.places = [0] * self.world_size
+        for host, members in enumerate(hosts):
+            for position, member in enumerate(members):
+                self.places[member] = host * self.most + position
+        self.host = self.host_of(rank)
+        self.members = hosts[self.host]
+        self.position = self.members.index(rank)
+
+    def host_of(self, rank: int) -> int:
+        """The index of the host of ``rank``."""
+        return self.places[rank] // self.most
 
 
 class LinkError(RuntimeError):
@@ -89,14 +125,14 @@ class Link:
             raise LinkError(reason, late=late)
 
     def _attempt(self, call: Callable[[Any], Any]) -> str:
-        """Run ``call``; returns Gloo's error message, or "". The exception is dropped, as its
-        traceback would keep the connections open."""
+        """Run ``call``; returns Gloo's error message, or ""."""
         ended = threading.Event()
         try:
             with self._lock:
                 if self._gloo is None:
                     return ""
                 self._pending = call(self._gloo)
+            # Not work.wait(), which neither close() nor Ctrl-C could cut short.
             self._pending.get_future().then(lambda _: ended.set())
             while not ended.wait(_POLL):
                 if self._gloo is None:
@@ -104,7 +140,7 @@ class Link:
             work, self._pending = self._pending, None
             work.wait()
         except RuntimeError as error:
-            return str(error)
+            return str(error)  # The exception's traceback would keep the connections open.
         return ""
 
 
