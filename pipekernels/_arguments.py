@@ -22,9 +22,9 @@ def integer(name: str, value: Any, least: int = 1) -> int:
     return number
 
 
-def check_kind(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
-    """Raise TypeError, naming ``name``, unless ``value`` is of a ``kind``, ``wanted`` in words."""
-    if not isinstance(value, kind):
+def check_kind(name: str, value: Any, types: type | tuple[type, ...], wanted: str) -> None:
+    """Raise TypeError, naming ``name``, unless ``value`` is of ``types``, ``wanted`` in words."""
+    if not isinstance(value, types):
         raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}")
 
 

@@ -133,8 +133,8 @@ def has_hooks(tensor: Tensor) -> bool:
 
 def module_has_hooks(module: nn.Module) -> bool:
     """Whether ``module`` itself has forward or backward hooks."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in names)
 
 
 def are_parametrizations_cached() -> bool:
@@ -231,10 +231,9 @@ def function_modes() -> list[Any]:
 
 def pytree_node(value: Any) -> _pytree.NodeDef | None:
     """How torch's pytree opens ``value`` and rebuilds it; None for a leaf."""
-    kind = type(value)
     # The function takes a microsecond to see that a tuple is not a named one.
-    known = kind if kind is tuple else _pytree._get_node_type(value)
-    return _pytree.SUPPORTED_NODES.get(known)
+    node_type = tuple if type(value) is tuple else _pytree._get_node_type(value)
+    return _pytree.SUPPORTED_NODES.get(node_type)
 
 
 # ---- memory ----

@@ -40,6 +40,7 @@ def info() -> str:
     rows.append(("triton", _triton()))
     used = f"{cores} of {os.cpu_count()} cores, {threads} intra-op threads"
     rows.append(("CPU", f"{cpu_model()}, {used}"))
+    # torch warns of GPUs that it does not support; the report lists that with what is missing.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rows += _gpus()

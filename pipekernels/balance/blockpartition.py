@@ -44,6 +44,7 @@ def lengths(costs: Sequence[float], partitions: int) -> list[int]:
     prefix = torch.tensor([0, *accumulate(costs)], dtype=torch.float64, device="cpu")
     sums = (prefix - prefix[:, None]).masked_fill(sizes < 1, inf)
 
+    # 1. The smallest limit on the sum of a block with which so many blocks reach the end.
     # The least costs of so many blocks, by where they begin: of none, [n + 1].
     limits = torch.full((n + 1,), inf, dtype=torch.float64, device="cpu")
     limits[n] = 0
@@ -51,6 +52,7 @@ def lengths(costs: Sequence[float], partitions: int) -> list[int]:
     for _ in range(partitions):
         limits = torch.maximum(sums, limits).amin(1)
     limit = float(limits[0])
+    # 2. Among cuts within the limit, the most even one, in shares of the limit.
     shares = sums.masked_fill(sums > limit, inf) / (limit or 1.0)
     penalties = shares.square() + 1e-9 * sizes.square()  # Small: lengths only break ties.
     ends: list[list[int]] = []  # Of the first block, by where it begins.
@@ -58,6 +60,7 @@ def lengths(costs: Sequence[float], partitions: int) -> list[int]:
         unevenness, best = (penalties + unevenness).min(1)
         ends.append(best.tolist())
 
+    # 3. From the first block on, each ends where the least penalty for the rest begins.
     bounds = [0]
     for chosen in reversed(ends):
         bounds.append(chosen[bounds[-1]])

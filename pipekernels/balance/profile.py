@@ -68,6 +68,7 @@ def measure_seconds(
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         return now() - begin, detached(outputs)
 
+    # Layers take turns, so a disturbance spoils a pass, not a layer. The first pass warms up.
     begin = now()
     passes: list[list[float]] = []
     while len(passes) < 1 + PASSES or now() - begin < timeout:
@@ -84,10 +85,12 @@ def measure_bytes(module: nn.Sequential, sample: Any, device: torch.device) -> l
 
     def kept_bytes(layer: nn.Module, inputs: list[Values]) -> tuple[int, Values]:
         nonlocal are_counted
+        # Storages that exist before the layer runs, then those that it makes.
         received, popped = map(_storage_bytes, inputs[0])
         counted = set(compress(received, are_counted))
         with _MadeStorages() as storages:
             outputs = run_layer(layer, inputs)
+        # Clones go to the next layer, so that only this graph keeps the storages alive.
         passed_on = detached(cloned(outputs))
         returned = [_storage(tensor) for tensor in tensors_in(outputs[0])]
         # Scalars, which keep the graphs alive, but not the outputs.

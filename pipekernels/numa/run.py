@@ -47,6 +47,8 @@ def run(arguments: Sequence[str]) -> None:
         return
     print(shown, file=sys.stderr, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(found[0].threads))
+    # torchrun starts `bound` in place of the program: it binds its process, and then becomes the
+    # program, whose command has to be complete.
     program = options.training_script
     command = [program, *options.training_script_args]
     if not options.no_python:

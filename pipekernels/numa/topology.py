@@ -52,7 +52,7 @@ def read_topology(root: Path = Path("/"), allowed: Collection[int] | None = None
     """
     if allowed is None:
         allowed = os.sched_getaffinity(0)
-    node_of: dict[int, int] = {}
+    node_of: dict[int, int] = {}  # CPUs of hosts without NUMA are on node 0.
     for folder in sorted(root.glob("sys/devices/system/node/node[0-9]*")):
         for cpu in parse_cpus(_text(folder / "cpulist") or ""):
             node_of[cpu] = int(folder.name.removeprefix("node"))
@@ -62,6 +62,7 @@ def read_topology(root: Path = Path("/"), allowed: Collection[int] | None = None
         siblings = parse_cpus(_text(folder / "thread_siblings_list") or str(cpu))
         socket = int(_text(folder / "physical_package_id") or 0)
         usable = tuple(sorted(set(siblings) & set(allowed)))
+        # Each hardware thread of a core gives the same Core.
         cores.add(Core(max(socket, 0), node_of.get(cpu, 0), usable))  # -1: the platform knows none.
     return Topology(tuple(sorted(cores)), min(_quotas(root), default=None))
 
@@ -146,6 +147,7 @@ def places(topology: Topology, ranks: int) -> list[Place]:
             f"{len(cores)} cores; start 1 to {len(cores)} ranks, or use torchrun, which "
             "does not bind ranks"
         )
+    # More threads than the quota would be stopped for a part of each period, and peers wait.
     usable = len(cores) if topology.quota is None else min(topology.quota, len(cores))
     threads = max(1, math.floor(usable / ranks))
     found = []

@@ -76,6 +76,7 @@ def execute_pipeline(
     generators = generators_of([axis.device])
     seeds = Seeds(generators)
     with committed([module]), preserved(generators):
+        # A stage announces its messages to the next one when its first result shows their shape.
         previous = None if axis.stage == 0 else Link.to_previous(axis, count)
         following: Link | None = None
         token = _start(previous, axis, x, module, (args, kwargs))
@@ -96,9 +97,10 @@ def execute_pipeline(
             part, token = _Exchange.apply(following, result, None if is_over else previous, token)
         if following is not None:
             following.flush()
-        output = torch.cat(results) if axis.is_last else None
-        features = Features.of_last(axis, output)
-    output = features.empty(axis.device).zero_() if output is None else output
+        # All ranks learn from the last one how the output looks, and whether there is a backward.
+        whole = torch.cat(results) if axis.is_last else None
+        features = Features.of_last(axis, whole)
+    output = features.empty(axis.device).zero_() if whole is None else whole
     return _End.apply(token, output) if features.requires_grad else output
 
 
@@ -144,13 +146,15 @@ def execute_pipeline_step(
     features.check(result)
     output = result.clone() if following is None else features.empty(axis.device).zero_()
     received, token = _Exchange.apply(following, result, previous, token)
-    state = features.empty(axis.device).zero_() if previous is None else received
+    next_state = features.empty(axis.device).zero_() if previous is None else received
     if following is not None:
         following.flush()
     if not differentiable:
-        return state, output
+        return next_state, output
     # The outputs of the first iterations are seldom used, but the next one uses this state.
-    return _End.apply(token, state) if previous is None else state, _End.apply(token, output)
+    if previous is None:
+        next_state = _End.apply(token, next_state)
+    return next_state, _End.apply(token, output)
 
 
 class PipelineModule(nn.Module):

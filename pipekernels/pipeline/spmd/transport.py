@@ -115,8 +115,8 @@ class Link:
         self._rank = axis.ranks[stage]
         self._count = count
         self._left = 0  # Of this pass, the number of messages to receive.
-        self._coming: tuple[Any, Tensor] | None = None  # Its work and its memory.
-        self._sent: tuple[Any, Tensor] | None = None
+        self._receiving: tuple[Any, Tensor] | None = None  # Work of the next message, its memory.
+        self._sending: tuple[Any, Tensor] | None = None  # Those of the last message sent.
 
     @classmethod
     def to_next(cls, axis: Axis, count: int, features: Features) -> Link:
@@ -143,23 +143,23 @@ class Link:
         # A copy, as a module may write its next result to the same memory.
         message = self.features.empty(self._axis.device)
         message.zero_() if tensor is None else message.copy_(tensor)
-        self._sent = dist.isend(message, self._rank, self._axis.group), message
+        self._sending = dist.isend(message, self._rank, self._axis.group), message
 
     def flush(self) -> None:
         """Wait for the end of the last send, and release its memory."""
-        if self._sent is not None:
-            self._sent[0].wait()
-            self._sent = None
+        if self._sending is not None:
+            self._sending[0].wait()
+            self._sending = None
 
     def receive(self) -> Tensor:
         """The next message."""
-        work, tensor = self._coming or self._posted()
+        work, tensor = self._receiving or self._post()
         self._left = (self._left or self._count) - 1
-        self._coming = self._posted() if self._left else None
+        self._receiving = self._post() if self._left else None
         work.wait()
         return tensor
 
-    def _posted(self) -> tuple[Any, Tensor]:
+    def _post(self) -> tuple[Any, Tensor]:
         tensor = self.features.empty(self._axis.device)
         return dist.irecv(tensor, self._rank, self._axis.group), tensor
 
