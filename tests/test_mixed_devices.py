@@ -90,22 +90,22 @@ def test_calls_with_tensors_of_another_device_are_handed_over(name: str, group: 
     if name in CALLS:
         call(x, y, group)
         assert len(registered()) == 2  # Torch has made the second group, and takes the arguments.
-    recorder = group._others["meta"] = Recorder()
+    recorder = group._device_groups["meta"] = Recorder()
     call(x, y, group)
-    del group._others["meta"]
+    del group._device_groups["meta"]
     [(called, args)] = recorder.calls
     assert called == name
     assert any(given is x for given in torch.utils._pytree.tree_leaves(args))
 
 
 def test_calls_that_torch_joins_or_makes_in_cpp_are_handed_over(group: Any) -> None:
-    recorder = group._others["meta"] = Recorder()
+    recorder = group._device_groups["meta"] = Recorder()
     x = torch.empty(3, device="meta")
     with dist.distributed_c10d._coalescing_manager(device=torch.device("meta")):
         dist.all_reduce(x)
     with pytest.raises(RuntimeError):  # The recorder's works are not torch's.
         dist._broadcast_coalesced(group, [x, x[:2]], 1 << 20, 0)
-    del group._others["meta"]
+    del group._device_groups["meta"]
     joined = ["_start_coalescing", "allreduce_coalesced", "_end_coalescing"]
     assert [name for name, _ in recorder.calls] == [*joined, "broadcast"]
 
@@ -156,7 +156,7 @@ def test_other_groups_come_and_go(rank: int, tmp_path: Path) -> None:
     group = dist.new_group(order, **unsorted)
     if rank in order:
         dist.all_reduce(x, group=group)
-        other = group._others["meta"]
+        other = group._device_groups["meta"]
         assert dist.get_process_group_ranks(other) == order
         assert dist.get_rank(other) == order.index(rank) and other.size() == 2
         assert len(registered()) == 3

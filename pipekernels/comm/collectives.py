@@ -75,11 +75,11 @@ class Collectives:
                 parent = None if self._parent is None else self._parent()
                 shared = None if parent is None else parent._cuda_backend
                 self._cuda_backend = self._make_device_backend(device, shared)
-        own = self._cuda_backend.device
-        if device.type != "cuda" or device.index not in (None, own.index):
+        used = self._cuda_backend.device
+        if device.type != "cuda" or device.index not in (None, used.index):
             raise ValueError(
-                f"this rank of the communicator is on {own}, but the tensor on {device}; "
-                f"move it with .to({str(own)!r}), or make another communicator"
+                f"this rank of the communicator is on {used}, but the tensor on {device}; "
+                f"move it with .to({str(used)!r}), or make another communicator"
             )
         return self._cuda_backend
 

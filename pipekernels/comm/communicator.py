@@ -192,8 +192,8 @@ class Communicator(Collectives):
         make: MakeDeviceBackend
         if is_one_host:
             backend, store = local, None  # split() uses the shared memory.
-            own = functools.partial(CudaBackend, local, blocks=device_blocks)
-            make = functools.partial(over_links, own, rendezvous.group)
+            make_cuda = functools.partial(CudaBackend, local, blocks=device_blocks)
+            make = functools.partial(over_links, make_cuda, rendezvous.group)
         else:
             backend = MultiHostBackend(local, host_map, joined.link, timeout)
             store = rendezvous.store
@@ -232,8 +232,8 @@ class Communicator(Collectives):
             core = module.Communicator(segment, rank, [], timeout)
             several = world_size > 1
             local = ThreadBackend(core, rank, callers) if several else SharedMemoryBackend(core)
-            own = functools.partial(CudaBackend, local, blocks=device_blocks)
-            make = functools.partial(over_links, own, None)
+            make_cuda = functools.partial(CudaBackend, local, blocks=device_blocks)
+            make = functools.partial(over_links, make_cuda, None)
             communicators.append(cls(local, make, rank, world_size, timeout, divide))
         return communicators
 
@@ -363,10 +363,10 @@ def _divide_threads(
     # Threads can pass objects of the process by their handles.
     answers = parent._exchange(_Made([each.handle for each in made], problem), _Made)
     handles, problem = answers[ranks[0]]
-    own = Communicator.from_handle(handles[ranks.index(parent.rank)]) if handles else None
+    child = Communicator.from_handle(handles[ranks.index(parent.rank)]) if handles else None
     parent.barrier()  # Keep ``made`` alive until every rank has taken its communicator.
     raise_join_failure([problem])
-    return own
+    return child
 
 
 class CollectiveBarrier:

@@ -137,20 +137,20 @@ class Group(dist.ProcessGroup):
         self._last = DONE  # The latest call on the thread; DONE if all have ended.
         self._timeout = timeout
         self._backend_options = backend_options
-        self._others: dict[str, dist.ProcessGroup] = {}  # By type of device.
+        self._device_groups: dict[str, dist.ProcessGroup] = {}  # By type of device.
 
     def getBackendName(self) -> str:
         return "pipekernels"
 
     def abort(self) -> None:
-        for group in self._others.values():
+        for group in self._device_groups.values():
             group.abort()
         self._comm.close()
         super().abort()
 
     def shutdown(self) -> None:
-        others, self._others = self._others, {}
-        for group in others.values() if self is not dist.group.WORLD else ():
+        groups, self._device_groups = self._device_groups, {}
+        for group in groups.values() if self is not dist.group.WORLD else ():
             dist.destroy_process_group(group)  # With the default group torch does that itself.
         self._comm.close()
         self._thread.shutdown(wait=False)  # Pending calls fail, as the communicator is closed.
@@ -201,7 +201,7 @@ class Group(dist.ProcessGroup):
         """All ranks make a group for another device together. ValueError if no backend is named."""
         if device.type == "cpu":
             return self._gloo
-        if device.type not in self._others:
+        if device.type not in self._device_groups:
             config = dist.get_backend_config(self)
             name = backends_of(self).get(device.type, "pipekernels")
             if name == "pipekernels":
@@ -215,13 +215,13 @@ class Group(dist.ProcessGroup):
             if ranks != sorted(ranks):  # Where torch can leave them unsorted, it has this argument.
                 options["sort_ranks"] = False
             backend = f"{device.type}:{name}"
-            self._others[device.type] = dist.new_group(
+            self._device_groups[device.type] = dist.new_group(
                 ranks, self._timeout, backend, self._backend_options, **options
             )
-        return self._others[device.type]
+        return self._device_groups[device.type]
 
     def _get_backend(self, device: torch.device) -> Any:
-        other = self._others.get(device.type)
+        other = self._device_groups.get(device.type)
         return super()._get_backend(device) if other is None else other._get_backend(device)
 
     def _start_coalescing(self, device: torch.device) -> None:

@@ -95,8 +95,8 @@ def _quotas(root: Path) -> Iterator[float]:
         base = groups / "cpu" if "cpu" in controllers.split(",") else groups
         if controllers and base == groups:
             continue  # Another controller of version 1.
-        own = base / path.lstrip("/")
-        for folder in (own, *own.parents):
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
             if base in (folder, *folder.parents):
                 # Version 2 has both in one file, version 1 a file for each.
                 text = _text(folder / "cpu.max")
@@ -152,11 +152,11 @@ def places(topology: Topology, ranks: int) -> list[Place]:
     threads = max(1, math.floor(usable / ranks))
     found = []
     for rank in range(ranks):
-        own = cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
+        share = cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
         found.append(
             Place(
-                cpus=tuple(sorted(cpu for core in own for cpu in core.cpus)),
-                cores=len(own),
+                cpus=tuple(sorted(cpu for core in share for cpu in core.cpus)),
+                cores=len(share),
                 threads=threads,
             )
         )

@@ -85,7 +85,7 @@ class DeferredBatchNorm(BatchNormBase):
             tracked = self.num_batches_tracked.add_(1)
             momentum = 1.0 / float(tracked) if self.momentum is None else self.momentum
             self.running_mean.lerp_(self._mean, momentum)
-            self.running_var.lerp_(self._squares / max(self._count - 1, 1), momentum)
+            self.running_var.lerp_(self._squares / max(self._count - 1, 1), momentum)  # Unbiased.
         self.discard()
 
     @classmethod
@@ -143,7 +143,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
         norms.append(norm)
     for norm in norms:
         if not isinstance(norm, DeferredBatchNorm) or norm.chunks != chunks:
-            norm.__class__ = DeferredBatchNorm
+            norm.__class__ = DeferredBatchNorm  # Keeps hooks, and references to the module.
             norm.chunks, norm.in_pipe = chunks, False
             norm.discard()
     return module

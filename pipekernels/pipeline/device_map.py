@@ -221,8 +221,8 @@ def _placed(
                 "device; place the module that it was made from, or one that calls it"
             )
         # A tensor has one place. What no name covers stays where it is.
-        own = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-        for key, tensor in chain(*own):
+        named = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        for key, tensor in chain(*named):
             what = [(f"{key!r} of module {name!r}", tensor)]
             remedy = "map the modules that share it to one device"
             deny_sharing(what, device or tensor.device, owners, "modules on", remedy)

@@ -115,7 +115,7 @@ class Scatter:
                     "rows cannot be cut into microbatches; give its parts as dense tensors, give "
                     "all of it to every microbatch (NoChunk(tensor)), or use chunks=1"
                 )
-        if self.dim == 0 or len(self.sizes) == 1:
+        if self.dim == 0 or len(self.sizes) == 1:  # No copies are needed.
             views = [_views(tensor, self.sizes, self.dim) for tensor in tensors]
             self._parts = list(zip(*views, strict=True))
         else:

@@ -150,8 +150,8 @@ class Structure:
         """Whether both have the same containers, with tensors in the same places."""
         if self is other:
             return True
-        own, others = ([x is _TENSOR for x in each._leaves] for each in (self, other))
-        return own == others and self._layout == other._layout
+        mine, theirs = ([x is _TENSOR for x in each._leaves] for each in (self, other))
+        return mine == theirs and self._layout == other._layout
 
 
 SINGLE_TENSOR = Structure(None, [_TENSOR])

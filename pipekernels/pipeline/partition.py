@@ -98,9 +98,9 @@ def deny_sharing(
     """Raise a ValueError if one of ``items``, with their names, has another owner than ``owner``;
     else add them to ``owners``, by id. ``sharers`` says what shares it, such as "stages on"."""
     for name, item in items:
-        other = owners.setdefault(id(item), owner)
-        if other != owner:
-            raise ValueError(f"{name} is shared by {sharers} {other} and {owner}; {remedy}")
+        first = owners.setdefault(id(item), owner)
+        if first != owner:
+            raise ValueError(f"{name} is shared by {sharers} {first} and {owner}; {remedy}")
 
 
 def warn_of_sequence_first(modules: Iterable[nn.Module], chunks: int, batch_dim: int) -> None:

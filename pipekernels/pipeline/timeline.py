@@ -123,7 +123,7 @@ class Timeline:
             action_type, stage, micro_batch = action
             rows.append(
                 {
-                    "ph": "X",
+                    "ph": "X",  # A complete event, with begin and duration, in microseconds.
                     "pid": 0,
                     "tid": program.lane_of[stage],
                     "name": f"{action_type}{micro_batch}",

@@ -122,24 +122,24 @@ def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in 0..world_size - 1, got {rank} of {world_size}")
     prefix = f"pipekernels/{world_size}"
-    own = dist.PrefixStore(f"{prefix}/{store.add(f'{prefix}/{rank}', 1)}", store)
+    ours = dist.PrefixStore(f"{prefix}/{store.add(f'{prefix}/{rank}', 1)}", store)
     # Peers that wait for this rank look whether its process still runs.
     process = Process(host_identity(), os.getpid(), start_time(os.getpid()))
-    own.set(f"process/{rank}", messages.encode(process).decode())
+    ours.set(f"process/{rank}", messages.encode(process).decode())
     rounds = 0  # Each exchange has keys of its own: a late rank still reads those of the last one.
 
     def all_gather(item: Any, message_type: type[T]) -> list[T]:
         nonlocal rounds
         rounds += 1
         keys = {f"{rounds}/{peer}": peer for peer in range(world_size)}
-        own.set(f"{rounds}/{rank}", messages.encode(item).decode())
-        await_ranks(own, keys, deadline, partial(_check_alive, own))
+        ours.set(f"{rounds}/{rank}", messages.encode(item).decode())
+        await_ranks(ours, keys, deadline, partial(_check_alive, ours))
         return [
-            messages.decode(own.get(key), f"rank {peer}", message_type)
+            messages.decode(ours.get(key), f"rank {peer}", message_type)
             for key, peer in keys.items()
         ]
 
-    return Rendezvous(rank, world_size, all_gather, own, None, deadline)
+    return Rendezvous(rank, world_size, all_gather, ours, None, deadline)
 
 
 def await_ranks(

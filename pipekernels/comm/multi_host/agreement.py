@@ -72,13 +72,13 @@ class Agreement:
                 raise self._failure()
             with self._ends_communicator_on_error(call):
                 calls = self._exchange(call, 0 if tensor is None else shape_digest(tensor))
-            if calls:
+            if calls:  # They differ. Nothing has moved yet, so the communicator stays usable.
                 text = ", ".join(f"rank {rank} {other}" for rank, other in enumerate(calls))
                 if len(set(calls)) == 1:
                     text += ", but of different shapes"
                 raise ValueError(f"the ranks call different collectives: {text}")
             with self._ends_communicator_on_error(call):
-                yield
+                yield  # All ranks are in the body, and peers may wait there for this one.
         finally:
             self._turn.release()
 
@@ -113,11 +113,11 @@ class Agreement:
         """The calls of all ranks, in rank order; empty if they are the same, shapes included."""
         host_map = self._host_map
         description = f"{call}\n{shape}".encode().ljust(_LONGEST)
-        own = torch.frombuffer(bytearray(description), dtype=torch.uint8)
+        row = torch.frombuffer(bytearray(description), dtype=torch.uint8)
         # As a collective: inside each host, between the first ranks of hosts, inside again. The
         # block of a host with fewer ranks ends with zeros, as links take equal shapes.
         block = torch.zeros(host_map.most, _LONGEST, dtype=torch.uint8, device="cpu")
-        self._local.all_gather(own, block)
+        self._local.all_gather(row, block)
         table = block.new_empty((len(host_map.hosts), *block.shape))
         reason = "reported by the rank on this host that owns the link"
         if host_map.position == 0:
@@ -131,9 +131,9 @@ class Agreement:
         if (status := int(table[0, 0, 0])) in (_GONE, _LATE):
             raise LinkError(reason, late=status == _LATE)
         rows = table.flatten(0, 1)[host_map.places]
-        if rows.eq(own).all():
+        if rows.eq(row).all():
             return []
-        return [bytes(row).decode().partition("\n")[0] for row in rows.tolist()]
+        return [bytes(each).decode().partition("\n")[0] for each in rows.tolist()]
 
     def _explain(
         self, error: LinkError | PeerError | TimeoutError, call: str

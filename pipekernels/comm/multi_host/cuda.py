@@ -104,14 +104,14 @@ def over_links(
     """``make(device, parent)``, or where GPUs have broken or slow links the NCCL of ``group``.
 
     RuntimeError if links are broken and there is no NCCL."""
-    own = make(device, parent)
+    backend = make(device, parent)
     has_nccl = group is not None and backends_of(group).get("cuda") == "nccl"
-    problem = "NVLink does not join all GPUs" if own.has_slow_links and has_nccl else ""
-    if own.broken_links:
-        problem = f"{own.broken_links} do not get what each other's GPU writes to their memory"
+    problem = "NVLink does not join all GPUs" if backend.has_slow_links and has_nccl else ""
+    if backend.broken_links:
+        problem = f"{backend.broken_links} do not get what each other's GPU writes to their memory"
     if not problem:
-        return own
-    own.close(abort=False)
+        return backend
+    backend.close(abort=False)
     if has_nccl:
         _log.warning("%s: collectives on CUDA are those of NCCL", problem)
         return GroupBackend(group, device)

@@ -92,8 +92,8 @@ class Engine:
                 if step.parameters is None:
                     tensors = step.forward(batch.tensors)
                 else:
-                    given = (*batch.tensors, *step.parameters.unique)
-                    tensors = PipeNode.apply(self, step, *given)
+                    inputs = (*batch.tensors, *step.parameters.unique)
+                    tensors = PipeNode.apply(self, step, *inputs)
         return step.outputs.build(tensors)
 
     def train(
@@ -181,7 +181,7 @@ class Engine:
         grad = enabled and (trains or any(wanted) or bool(parameters.unique))
         # The pipe's node holds the graph of the inputs.
         tensors = [tensor.detach() for tensor in batch.tensors] if grad else batch.tensors
-        structure = batch.structure.on(stages.devices[0])
+        structure = batch.structure.on(stages.devices[0])  # With its unsplit tensors.
         inputs = Scatter(Batch(tensors, structure, batch.chunks, batch.dim), wanted)
         count = len(inputs.sizes)
         dropped = 0
@@ -196,7 +196,7 @@ class Engine:
             recomputed=dropped,
             trains=trains,
         )
-        fuses = stages.timeline is None and not is_profiler_enabled()
+        fuses = stages.timeline is None and not is_profiler_enabled()  # These show each stage.
         plan, record = self._executions.choose(signature, fuses=fuses)
         if not grad:  # The layers then use the parameters themselves.
             self._free_parameters.append(parameters)
@@ -254,9 +254,9 @@ class GivenGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        given = tuple([grad for grad in ctx.grads if grad is not None])
+        grads = tuple([grad for grad in ctx.grads if grad is not None])
         ctx.grads.clear()
-        return None, *given
+        return None, *grads
 
 
 class _Unlocked:

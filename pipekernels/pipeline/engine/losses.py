@@ -108,7 +108,7 @@ class Losses:
         target = self._targets.take(m, outputs.tensors[0].device)
         with self._seeded(m):
             loss = self._loss(value, *target)
-        if isinstance(loss, tuple) and len(loss) == 2:
+        if isinstance(loss, tuple) and len(loss) == 2:  # With values to return beside it.
             loss, extras = loss
             self._collect_extras(m, extras)
         if not isinstance(loss, torch.Tensor):

@@ -69,11 +69,11 @@ class Parameters:
         pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         frozen, layers = [], []
         for layer in stage.modules():
-            own = layer._parameters
+            owner = layer._parameters
             hooked, children = bool(layer._forward_pre_hooks), list(layer._modules.values())
             layers.append((layer, type(layer), layer.training, hooked, children))
-            self._ids.append(([*map(id, own.values())], [*map(identity, own.values())]))
-            for name, parameter in own.items():
+            self._ids.append(([*map(id, owner.values())], [*map(identity, owner.values())]))
+            for name, parameter in owner.items():
                 if parameter is None:
                     continue
                 if not parameter.requires_grad:
@@ -81,7 +81,7 @@ class Parameters:
                     continue
                 if id(parameter) not in pairs:
                     pairs[id(parameter)] = parameter, _make_copy(parameter)
-                self._entries.append((own, name, *pairs[id(parameter)]))
+                self._entries.append((owner, name, *pairs[id(parameter)]))
         self._layers.append(layers)
         return pairs, frozen
 
@@ -121,8 +121,8 @@ class Parameters:
 
     def versions(self) -> list[list[int]]:
         """The version counters of all parameters, by stage."""
-        pairs = zip(self._pairs, self._frozen, strict=True)
-        return [versions([*(copy for _, copy in own.values()), *frozen]) for own, frozen in pairs]
+        stages = zip(self._pairs, self._frozen, strict=True)
+        return [versions([*(copy for _, copy in own.values()), *frozen]) for own, frozen in stages]
 
     @contextmanager
     def installed(self) -> Iterator[None]:

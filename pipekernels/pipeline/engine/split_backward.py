@@ -48,7 +48,7 @@ def backward_of_inputs(
         for index, (node, _) in enumerate(consumers)
     ]
     try:
-        run_backward(roots, grads, keep_graph=True, inputs=leaves)
+        run_backward(roots, grads, keep_graph=True, inputs=leaves)  # The second part needs it.
     finally:
         for handle in handles:
             handle.remove()

@@ -173,12 +173,12 @@ class Step:
                 "this is the second backward through a pipe's output, and the first one freed "
                 "the graphs of its stages; pass retain_graph=True to the first"
             )
-        self._released = not keep_graph
+        self._released = not keep_graph  # As autograd frees what it keeps for other nodes.
         self._keep_graph = keep_graph
         compute: Compute = self._backward
         program = self._plan.program.backwards
         if self._plan.is_fused and not self._dropped:
-            compute, program = self._backward_at_once, _AT_ONCE
+            compute, program = self._backward_at_once, _AT_ONCE  # Autograd is entered once.
         self.outputs.give(grads)
         with (
             self._phase(),
@@ -195,7 +195,7 @@ class Step:
         :meth:`backward`. ``waiting`` is entered while autograd runs, on this thread or another."""
         assert self.parameters is not None
         with cast_cache(False):
-            self._context = context = CallerContext()
+            self._context = context = CallerContext()  # For forwards on any thread.
         self._waiting = waiting
         self._consumer = losses
 

@@ -57,19 +57,19 @@ def buffers_now(layers: Sequence[nn.Module], values: Values) -> list[Buffer]:
 
 
 @contextmanager
-def buffers_of_forward(layers: Sequence[nn.Module], found: Sequence[Buffer]) -> Iterator[None]:
-    """Have ``layers`` use copies of their buffers in the body, with the values of ``found``, before
+def buffers_of_forward(layers: Sequence[nn.Module], saved: Sequence[Buffer]) -> Iterator[None]:
+    """Have ``layers`` use copies of their buffers in the body, with the values of ``saved``, before
     the forward, which has already updated the buffers."""
-    given = {(id(each.owner), each.name): each for each in _buffers(layers)}
-    given |= {(id(each.owner), each.name): each for each in found if each.name in each.owner}
-    former = [(owner, name, owner[name]) for owner, name, _, _ in given.values()]
+    replaced = {(id(each.owner), each.name): each for each in _buffers(layers)}
+    replaced |= {(id(each.owner), each.name): each for each in saved if each.name in each.owner}
+    present = [(owner, name, owner[name]) for owner, name, _, _ in replaced.values()]
     copies: dict[int, torch.Tensor] = {}  # Layers may share buffers.
     try:
-        for owner, name, buffer, value in given.values():
+        for owner, name, buffer, value in replaced.values():
             owner[name] = copies.setdefault(id(buffer), value.clone())
         yield
     finally:
-        for owner, name, buffer in former:
+        for owner, name, buffer in present:
             owner[name] = buffer
 
 
