@@ -135,6 +135,7 @@ class ThreadBackend(SharedMemoryBackend):
 
 
 def _call(call: Callable[..., Any], callers: set[int], remedy: str, *args: Any) -> Any:
+    # Peers cannot come while this is the only thread. Else it may be a slow start: wait for them.
     thread = threading.current_thread()
     callers.add(threading.get_ident())
     if len(callers) == threading.active_count() == 1:

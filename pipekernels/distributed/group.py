@@ -184,7 +184,7 @@ class Group(dist.ProcessGroup):
                 return ENDED if at_once else Work(DONE, results)
             self._last = self._thread.submit(self._run_on_thread, body)
             work = Work(self._last, results)
-            if shown is not None:
+            if shown is not None:  # The range of the profiler lasts as long as the call.
                 end_with(shown, work.get_future())
         return work
 

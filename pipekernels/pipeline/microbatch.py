@@ -92,12 +92,6 @@ class Scatter:
         wants_grad: whether each of its tensors is to get a gradient.
         what: its tensors, in errors.
 
-    Attributes:
-        sizes: rows of each microbatch.
-        rows: of all.
-        dim: the batch dimension.
-        elements: number of elements of the first microbatch, the largest.
-
     Raises:
         TypeError: a tensor is sparse or nested, and there are several microbatches.
         ValueError: as :func:`rows_of`.
@@ -106,7 +100,7 @@ class Scatter:
     def __init__(self, batch: Batch, wants_grad: Sequence[bool] = (), what: str = "input") -> None:
         tensors, self.dim = batch.tensors, batch.dim
         self.rows = rows_of(tensors, self.dim, what)
-        self.sizes = _sizes(self.rows, batch.chunks)
+        self.sizes = _sizes(self.rows, batch.chunks)  # Rows of each microbatch.
         self._wants_grad = tuple(wants_grad)
         for i, tensor in enumerate(tensors):
             if len(self.sizes) > 1 and not _is_dense(tensor):
@@ -120,7 +114,7 @@ class Scatter:
             self._parts = list(zip(*views, strict=True))
         else:
             self._parts = split_micro_batches(tensors, batch.chunks, self.dim)
-        self.elements = sum([tensor.numel() for tensor in self._parts[0]])
+        self.elements = sum([tensor.numel() for tensor in self._parts[0]])  # Of the largest.
         self._structures: list[Structure | None] = list(batch.structure.cut(self.sizes))
 
     def take(self, m: int) -> Activation:
@@ -287,6 +281,7 @@ def copy_if_aliased(
     tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """``tensors``, with copies of those that share memory with ``others`` or an earlier tensor."""
+    # Autograd would not know that they share it: a write to one would change the others unseen.
     taken = set(map(_storage_id, others))
     result = []
     for tensor in tensors:

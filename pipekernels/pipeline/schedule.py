@@ -37,6 +37,7 @@ class Program:
     @cached_property
     def receivers(self) -> dict[Action, Action]:
         """For each action, if there is one, the action that gets its result."""
+        # Between stages only: what a stage keeps for its own backward does not travel.
         needs = {action: _needs(action) for lane in self.lanes for action in lane}
         return {
             sender: action

@@ -182,6 +182,7 @@ class SkipRoutes:
         for index, stage in enumerate(stages):
             for stashed, popped in skips_of(stage):
                 for key in popped:
+                    # Inside a stage, a skip goes from layer to layer and needs no route.
                     if stashed_in[key] != index:
                         self.sent[stashed_in[key]].append(key)
                         self.received[index].append(key)

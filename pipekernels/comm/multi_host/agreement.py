@@ -88,6 +88,7 @@ class Agreement:
         try:
             yield
         except (LinkError, PeerError, TimeoutError) as error:
+            # Peers learn it at once, by the closed memory and link, and not by their timeouts.
             told = self._explain(error, call)
             text = f"this communicator cannot be used after a failure ({told}); make a new one"
             self._failure = partial(RuntimeError, text)

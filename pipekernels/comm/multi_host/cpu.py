@@ -141,6 +141,7 @@ class MultiHostBackend:
         if host == self._host_map.host:
             position = self._host_map.members.index(root)
             self._local.broadcast(padded[: data.numel()], position)
+        # The ranks with links of the root's host send a part each; those of other hosts join them.
         mine = self._shared(part, torch.uint8)
         mine.copy_(self._part_of(padded, part))
         if self._link is not None:

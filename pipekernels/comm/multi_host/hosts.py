@@ -21,30 +21,21 @@ class HostMap:
     Args:
         hosts: the ranks on each host.
         rank: this rank.
-
-    Attributes:
-        host: the index of this rank's host.
-        position: the index of this rank on its host.
-        members: the ranks of this host.
-        links: the smallest number of ranks on a host; each of these positions has a link.
-        most: the largest number of ranks on a host.
-        world_size: the number of ranks.
-        places: each rank's index in a flattened table ``[hosts, most]``.
     """
 
     def __init__(self, hosts: list[list[int]], rank: int) -> None:
         self.hosts = hosts
         self.rank = rank
-        self.links = min(map(len, hosts))
-        self.most = max(map(len, hosts))
+        self.links = min(map(len, hosts))  # Positions that each host has; each has a link.
+        self.most = max(map(len, hosts))  # Ranks of the largest host.
         self.world_size = sum(map(len, hosts))
-        self.places = [0] * self.world_size
+        self.places = [0] * self.world_size  # Of each rank in a flat table [hosts, most].
         for host, members in enumerate(hosts):
             for position, member in enumerate(members):
                 self.places[member] = host * self.most + position
         self.host = self.host_of(rank)
-        self.members = hosts[self.host]
-        self.position = self.members.index(rank)
+        self.members = hosts[self.host]  # The ranks of this host.
+        self.position = self.members.index(rank)  # Of this rank on its host.
 
     def host_of(self, rank: int) -> int:
         """The index of the host of ``rank``."""
@@ -109,6 +100,7 @@ class Link:
         """Disconnect; an operation in progress fails."""
         if os.getpid() != self._process:
             return  # A forked child has no Gloo threads to end.
+        # An operation that waits sees this within _POLL, and gives up.
         with self._lock:
             gloo, self._gloo = self._gloo, None
         # Destroying Gloo waits for the pending operation, up to its timeout: do so in a thread.

@@ -89,9 +89,10 @@ class Auto:
         if execution == FIRST:
             self._is_warm = True
             return
-        if self._fastest is not None:
+        if self._fastest is not None:  # Of a mini-batch that began before the last trial ended.
             return
         self._seconds[execution].append(seconds)
+        # The shortest of each: disturbances only make trials longer.
         if all(len(found) >= TRIALS for found in self._seconds.values()):
             best = {name: min(found) for name, found in self._seconds.items()}
             self._fastest = min(best, key=best.__getitem__)
@@ -105,12 +106,6 @@ class Plan:
     Args:
         execution: one of ``EXECUTIONS`` but ``auto``, or ``FIRST``: inline, and audited.
         fuses: whether stages run as one task where possible.
-
-    Attributes:
-        tasks: one per stage, or a single one of all stages.
-        program: its actions.
-        is_fused: whether there is a single task of all stages.
-        make_seeds: makes the random numbers of a mini-batch.
     """
 
     def __init__(
@@ -150,6 +145,7 @@ class Plan:
         if self._on_workers and not needs_this_thread():
             workers.run_program(program, compute, self._threads)
             return
+        # Inline. Where devices work asynchronously, the order of issue keeps them all busy.
         order = program.order
         if self._on_host is not None:
             order = order_of_issue(program, self._on_host)
@@ -191,6 +187,7 @@ class Executions:
         else:
             execution = self._execution
             why = f"execution={execution!r} asks for it"
+        # The caller may change the number of intra-op threads, which workers share.
         key = signature, execution, fuses, torch.get_num_threads()
         plan = self._plans.get(key)
         if plan is None:

@@ -152,13 +152,14 @@ class Losses:
                     continue
                 # Nodes that accumulate have the parameter copy as `variable`, and no children.
                 key = self._keys.get(id(getattr(child, "variable", None)))
+                # The hook of the node before takes the gradient that it would pass on to it.
                 if key is not None and not child.next_functions:
                     reached = True
                     node.register_hook(partial(self._take, key, i))
                 else:
                     seen.add(child)
                     stack.append(child)
-        if reached:
+        if reached:  # Else nothing leads past the output.
             self._deny_attributes(seen)
 
     def _deny_attributes(self, nodes: set[Node]) -> None:

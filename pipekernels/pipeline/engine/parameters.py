@@ -79,6 +79,7 @@ class Parameters:
                 if not parameter.requires_grad:
                     frozen.append(parameter)
                     continue
+                # Layers of one stage that share a parameter share the copy: they run in turn.
                 if id(parameter) not in pairs:
                     pairs[id(parameter)] = parameter, _make_copy(parameter)
                 self._entries.append((owner, name, *pairs[id(parameter)]))
@@ -105,6 +106,7 @@ class Parameters:
 
     def is_current(self) -> bool:
         """Whether an object made now would be the same."""
+        # Beyond what changed_stage() looks at: other flags, or other memory behind a parameter.
         for parameter in chain.from_iterable(self._frozen):
             if parameter.requires_grad:
                 return False
@@ -135,6 +137,7 @@ class Parameters:
                 "first; leave it away around forwards and backwards of a pipe, or evaluate under "
                 "no_grad()"
             )
+        # Another mini-batch of the pipe may have installed its copies: they come back at the end.
         before = [owner[name] for owner, name, _, _ in self._entries]
         addresses = [copy.data_ptr() for _, _, _, copy in self._entries]
         try:

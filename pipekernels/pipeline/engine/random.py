@@ -86,21 +86,16 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 @dataclass
 class Observed:
-    """What mini-batches have found out about what layers do, on any thread.
+    """What mini-batches have found out about what layers do, on any thread."""
 
-    Attributes:
-        draws: whether they draw random numbers that workers can seed separately.
-        hidden: whether they draw some that workers cannot: from a generator of their own, or where
-            no function mode sees it (in C++ or compiled code, in a backward).
-        sets: whether they set the state of the process-wide generator, as layers do that seed or
-            recompute themselves. That changes the random numbers of other threads.
-        tensor_hooks: whether they put hooks on tensors, if :class:`HookWatch` looked.
-    """
-
-    draws: bool = False
+    draws: bool = False  # They draw random numbers that workers can seed separately.
+    # They draw some that workers cannot: from a generator of their own, or where no function mode
+    # sees it (in C++ or compiled code, in a backward).
     hidden: bool = False
+    # They set the state of the process-wide generator, as layers do that seed or recompute
+    # themselves. That changes the random numbers of other threads.
     sets: bool = False
-    tensor_hooks: bool = False
+    tensor_hooks: bool = False  # They put hooks on tensors, if HookWatch looked.
 
     def needs_one_thread(self) -> bool:
         """Whether random numbers would depend on timing if stages ran on several threads."""
@@ -166,6 +161,7 @@ class Audit(HookWatch):
         self._state = torch.default_generator.get_state()
 
     def __enter__(self) -> Any:
+        # Functions of torch.random look this name up, and no function mode sees them.
         _audits.append(self)
         torch.random.default_generator = _WatchedGenerator()  # type: ignore[assignment]
         return super().__enter__()
@@ -183,6 +179,7 @@ class Audit(HookWatch):
             return super().__torch_function__(func, types, args, kwargs)
         self.observed.draws = True
         self.observed.hidden |= self._backward or kwargs.get("generator") is not None
+        # The state is what the last function left, unless something drew in between.
         self.check()
         result = func(*args, **kwargs)
         self._state = torch.default_generator.get_state()
@@ -203,8 +200,7 @@ _audits: list[Audit] = []  # Those that run, of any thread.
 
 
 class _WatchedGenerator:
-    """Stands for the default generator in the functions of ``torch.random`` while audits run, which
-    cannot see that they set its state."""
+    """Stands for the default generator in the functions of ``torch.random`` while audits run."""
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(torch.default_generator, name)
@@ -249,6 +245,7 @@ class Seeds:
         the same numbers from torch's default generators."""
         # The odd strides make seeds distinct.
         seed = self._base + stage * 0x9E3779B1 + micro_batch * 0x85EBCA77
+        # Before the context is made: an audit remembers the state that it begins with.
         for generator in self._generators:
             generator.manual_seed(seed)
         return _NOTHING if self._forward is None else self._forward(seed)

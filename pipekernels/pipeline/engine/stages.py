@@ -18,39 +18,26 @@ from pipekernels.pipeline.timeline import Timeline
 
 
 class Stages:
-    """The stages of a pipe, and what is known of their layers.
-
-    Attributes:
-        modules, devices: the layers and the device of each stage.
-        training: the training flag of each layer.
-        has_deferred_batch_norm: whether a layer is one.
-        one_thread: why stages must run one after another; None if they need not.
-        observed: what mini-batches have found out about what layers do.
-        generators: the default generators of the devices.
-        timeline: records the actions of mini-batches, if it is not None.
-        skips: the routes of skips between stages.
-        tasks: one per stage.
-        fused: all stages as one task, or None if they must not be fused.
-        with_streams: the devices whose work is issued to streams.
-        on_host: stages on devices without streams, whose calls return when done.
-    """
+    """The stages of a pipe, and what is known of their layers."""
 
     def __init__(self, modules: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
-        self.modules = list(modules)
-        self.devices = list(devices)
+        self.modules = list(modules)  # The layers of each stage.
+        self.devices = list(devices)  # One per stage.
         self.skips = SkipRoutes(modules)
         self.tasks = [
             Task([stage], index, device, self.skips.received[index], self.skips.sent[index])
             for index, (stage, device) in enumerate(zip(modules, devices, strict=True))
         ]
+        # All stages as one task, which has no copies between them and no skips to pass on.
         self.fused = Task(modules, 0, devices[0]) if len(set(devices)) == 1 else None
+        # Work on devices with streams is issued; on the host, calls return when it is done.
         self.with_streams = [device for device in dict.fromkeys(devices) if has_streams(device)]
         self.on_host = frozenset(
             index for index, device in enumerate(devices) if not has_streams(device)
         )
         self.observed = Observed()
         self.generators = generators_of(devices)
-        self.timeline: Timeline | None = None
+        self.timeline: Timeline | None = None  # Records the actions of mini-batches, if any.
         self.inspect_layers()
 
     def inspect_layers(self) -> None:
@@ -64,9 +51,9 @@ class Stages:
         _refuse_fsdp(layers)
         for task in (*self.tasks, *filter(None, [self.fused])):
             task.inspect_layers()
-        self.training = tuple(layer.training for layer in layers)
+        self.training = tuple(layer.training for layer in layers)  # Each layer's flag.
         self.has_deferred_batch_norm = any(isinstance(x, DeferredBatchNorm) for x in layers)
-        self.one_thread = self._why_one_thread(layers)
+        self.one_thread = self._why_one_thread(layers)  # None if they need not.
 
     def _why_one_thread(self, layers: Sequence[nn.Module]) -> str | None:
         if any(device.type != "cpu" for device in self.devices):

@@ -180,6 +180,8 @@ class Step:
         if self._plan.is_fused and not self._dropped:
             compute, program = self._backward_at_once, _AT_ONCE  # Autograd is entered once.
         self.outputs.give(grads)
+        # Streams as in the forward. Then what the backwards accumulate into has to be empty, and
+        # layers that run again need their parameter copies.
         with (
             self._phase(),
             self._accumulating() as results,
@@ -224,6 +226,7 @@ class Step:
         ``program``; time the body."""
         recorded: AbstractContextManager[Compute] = nullcontext(compute)
         timeline = self.stages.timeline
+        # A fused task has no stages to show: the timeline began after its forward.
         if timeline is not None and not self._plan.is_fused:
             clocks = {task.device: self._transport.clock(task.device) for task in self._tasks}
             clock_of = [clocks[task.device] for task in self._tasks].__getitem__
@@ -273,6 +276,7 @@ class Step:
         body, which runs backwards, has ended."""
         assert self.parameters is not None
         results = list[Grads]()
+        # Left by a backward that began past the pipe's output, in a graph that layers have kept.
         self.parameters.deny_accumulated()
         self._input_grads = [()] * len(self.inputs.sizes)
         try:

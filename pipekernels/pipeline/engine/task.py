@@ -161,11 +161,6 @@ class Task:
         first: index of the first stage.
         device: the device of the stages and of their inputs.
         received, sent: skips that come from, and go to, other tasks.
-
-    Attributes:
-        layers: all modules of the stages.
-        overwrites_input: whether layers overwrite their input, so that it is cloned where it must
-            not change: if checkpointed, or the caller's. None if unknown.
     """
 
     def __init__(
@@ -196,7 +191,8 @@ class Task:
                     "pipe, or make a new one of pipe.to_sequential()"
                 )
         self.layers = [layer for _, stage in self.stages for layer in stage.modules()]
-        # None: unknown until the first clone has been used.
+        # Whether layers overwrite their input, which is then cloned where it must not change: if
+        # checkpointed, or the caller's. None: unknown until the first clone has been used.
         self.overwrites_input = None if any(map(_may_modify_inputs, self.layers)) else False
 
     def forward(

@@ -130,6 +130,7 @@ class SkipTable:
     def leave(self, skips: Skips, m: int, transport: Transport) -> None:
         """Keep skips of microbatch ``m`` for the stages that pop them."""
         for key, (skip, wants) in skips.items():
+            # The copy is waited for together with the inputs of the stage that pops it.
             receiver = self._routes.receiver[key]
             device = self._devices[receiver]
             if skip.device != device:

@@ -1,4 +1,4 @@
-"""What the host does for a task of a pipe, for a hand-over between GPUs and for a split."""
+"""What the host does for a task of a pipe, for a transfer between GPUs and for a split."""
 
 import pytest
 from support.cuda.pipe_calls import own, splits, tasks_and_hand_overs
@@ -12,10 +12,10 @@ BUDGETS = {  # Calls of functions of the package.
     "task on one GPU, backward": 1,
     "task on two GPUs, forward": 8,
     "task on two GPUs, backward": 5,
-    "hand-over of 1, forward": 10,
-    "hand-over of 1, backward": 10,
-    "hand-over of 8, forward": 10,
-    "hand-over of 8, backward": 10,
+    "transfer of 1, forward": 10,
+    "transfer of 1, backward": 10,
+    "transfer of 8, forward": 10,
+    "transfer of 8, backward": 10,
 }
 
 

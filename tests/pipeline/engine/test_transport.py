@@ -224,9 +224,9 @@ def forget_sources(of: Any, reclaim: Any) -> None:
             lambda self, done=channel.Channel._reclaim: forget_sources(self, done),
         ),
     ],
-    ids=["arrivals", "users", "buffers", "sources"],
+    ids=["copies", "users", "buffers", "sources"],
 )
-def test_every_synchronization_of_an_edge_is_needed(
+def test_every_synchronization_of_a_channel_is_needed(
     owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fake detects a race if one of them is removed."""

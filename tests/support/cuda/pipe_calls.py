@@ -1,4 +1,4 @@
-"""How many functions of Python run for a task of a pipe, a hand-over between GPUs, and a split.
+"""How many functions of Python run for a task of a pipe, a transfer between GPUs, and a split.
 
 The GPUs are pretended.
 """
@@ -59,7 +59,7 @@ def per_micro_batch(devices: Sequence[Any], tensors: int = 1) -> list[Calls]:
 
 
 def tasks_and_hand_overs() -> dict[str, Calls]:
-    """Per stage or hand-over, and microbatch."""
+    """Per stage or transfer, and microbatch."""
     compared: dict[str, Any] = {
         "task on a CPU": (per_micro_batch(["cpu", "cpu"]), ({}, {})),
         "task on one GPU": (per_micro_batch([A, A]), ({}, {})),
@@ -68,7 +68,7 @@ def tasks_and_hand_overs() -> dict[str, Calls]:
     }
     for count in (1, 8):
         crossing = [per_micro_batch(devices, count) for devices in ([A, B, A, B], [A, A, B, B])]
-        compared[f"hand-over of {count}"] = crossing
+        compared[f"transfer of {count}"] = crossing
     return {
         f"{what}, {way}": less(more[i], fewer[i], 2)
         for what, (more, fewer) in compared.items()
