@@ -234,6 +234,7 @@ def _all_gather(group: Group, _: None, output: Tensor, input: Tensor) -> None:
 @_collective("all_gather", "allgather", copies=True)
 def _all_gather_list(group: Group, _: None, outputs: list[Tensor], input: Tensor) -> None:
     check_parts("all_gather", outputs, group.size(), input)
+    # Into one tensor, as a communicator gathers; a list of tensors has no common memory.
     for row, output in zip(group._comm.all_gather(input.reshape(1, -1)), outputs, strict=True):
         output.copy_(row.view(output.shape))
 

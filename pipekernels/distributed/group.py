@@ -38,7 +38,7 @@ class Work(dist.Work):
         try:
             self._call.result(timeout.total_seconds() or None)
         except concurrent.futures.TimeoutError as error:
-            if self._call.done():
+            if self._call.done():  # The collective's own error: a rank is late.
                 raise
             raise TimeoutError(f"the collective has not ended within {timeout}") from error
         return True

@@ -40,23 +40,23 @@ def run(arguments: Sequence[str]) -> None:
     wanted = options.nproc_per_node
     if wanted != "auto" and not wanted.isdecimal():
         raise ValueError(f"--nproc-per-node must be a number or 'auto', got {wanted!r}")
-    found = places(topology, len(topology.nodes) if wanted == "auto" else int(wanted))
-    shown = table(topology, found)
+    ranks = places(topology, len(topology.nodes) if wanted == "auto" else int(wanted))
+    shown = table(topology, ranks)
     if options.dry_run:
         print(shown)
         return
     print(shown, file=sys.stderr, flush=True)
-    os.environ.setdefault("OMP_NUM_THREADS", str(found[0].threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(ranks[0].threads))
     # torchrun starts `bound` in place of the program: it binds its process, and then becomes the
     # program, whose command has to be complete.
     program = options.training_script
     command = [program, *options.training_script_args]
     if not options.no_python:
         command = [sys.executable, "-u", *(["-m"] if options.module else []), *command]
-    options.nproc_per_node = str(len(found))
+    options.nproc_per_node = str(len(ranks))
     options.module = options.no_python = options.run_path = False
     options.training_script = bound.__file__
-    options.training_script_args = [json.dumps([place.cpus for place in found]), *command]
+    options.training_script_args = [json.dumps([place.cpus for place in ranks]), *command]
     try:
         torchrun.run(options)
     except ChildFailedError as error:  # Which names the script that binds.

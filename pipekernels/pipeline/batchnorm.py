@@ -70,6 +70,7 @@ class DeferredBatchNorm(BatchNormBase):
         values = input.to(self.running_mean.dtype)
         mean = values.mean(dims)  # [C]
         squares = (values - mean.view(-1, *[1] * (input.dim() - 2))).square().sum(dims)  # [C]
+        # Merged with those before: both sums of squares, and what the means' distance adds.
         total = self._count + count
         delta = mean - self._mean
         self._squares = self._squares + squares + delta.square() * (self._count * count / total)

@@ -24,12 +24,9 @@ class Activation:
 
     tensors: tuple[torch.Tensor, ...]
     wants_grad: tuple[bool, ...]
-    structure: Structure
-    """How to build the value from its tensors."""
-    skips: tuple[Any, ...] = ()
-    """Keys of the skips, the last of ``tensors``."""
-    sources: Sequence[torch.device] = ()
-    """The devices that the other tensors were copied from, if from others."""
+    structure: Structure  # How to build the value from its tensors.
+    skips: tuple[Any, ...] = ()  # Keys of the skips, the last of `tensors`.
+    sources: Sequence[torch.device] = ()  # Where the other tensors were copied from, if they were.
 
     def with_skips(self, skips: Mapping[Any, tuple[torch.Tensor, bool]]) -> Activation:
         """This activation with ``skips`` added, each a tensor and whether it wants a gradient."""
@@ -49,19 +46,12 @@ class Activation:
 
 @dataclass(frozen=True)
 class Batch:
-    """A mini-batch.
+    """A mini-batch."""
 
-    Args:
-        tensors: its tensors, all of the same batch size.
-        structure: how to build the first stage's input from them.
-        chunks: the most microbatches to cut it into.
-        dim: the batch dimension of all tensors, in and out.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    structure: Structure
-    chunks: int
-    dim: int = 0
+    tensors: Sequence[torch.Tensor]  # All of the same batch size.
+    structure: Structure  # How to build the first stage's input from them.
+    chunks: int  # The most microbatches to cut it into.
+    dim: int = 0  # The batch dimension of all tensors, in and out.
 
 
 def rows_of(tensors: Sequence[torch.Tensor], dim: int, what: str) -> int:
@@ -338,6 +328,7 @@ class Outputs:
         Raises:
             ValueError: their structure differs from that of earlier microbatches.
         """
+        # The first microbatch to arrive says which outputs there are, and all must agree with it.
         if not self._gathers:
             self._gathers = [self._gather(tensor) for tensor in outputs.tensors]
             self.wants_grad = [False] * len(outputs.tensors)

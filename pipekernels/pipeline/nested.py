@@ -111,7 +111,7 @@ class Structure:
 
     def build(self, tensors: Sequence[Any]) -> Any:
         """The value with ``tensors``."""
-        if self._layout is None:
+        if self._layout is None:  # A single tensor, as most layers take.
             return tensors[0]
         if len(tensors) == len(self._leaves):  # All are tensors.
             return self._layout.unflatten(tensors)

@@ -58,6 +58,7 @@ def split_module(
     """Cut ``module`` by ``balance`` and move each partition to its device. Layer names are kept.
     A ValueError if ``balance`` does not fit or a partition cannot be moved, an IndexError if there
     are fewer devices."""
+    # Not named_children(), which lists a repeated layer only once.
     named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
     if any(length <= 0 for length in balance):
         raise ValueError(f"balance is {list(balance)}; every partition needs at least one layer")

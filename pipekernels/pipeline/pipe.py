@@ -109,6 +109,7 @@ class Pipe(nn.Module):
         execution: Execution = "auto",
     ) -> None:
         super().__init__()
+        # 1. Arguments are checked before the module's layers are moved or converted.
         check_sequential(module)
         self.training = module.training
         for name, value in (("balance", balance), ("devices", devices)):
@@ -130,6 +131,7 @@ class Pipe(nn.Module):
                 "module has parameters whose shape is not known yet; run it once before piping it"
             )
         verify_skippables(module)
+        # 2. How many layers each stage has, and where it lives.
         gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         chosen = gpus if devices is None else list(map(usable, devices))
         # One more than a layer's parameters, so that layers without any are divided evenly too.
@@ -143,6 +145,7 @@ class Pipe(nn.Module):
             self.balance[i] = int(length)
         if devices is None and not chosen:  # No GPU.
             chosen = [torch.device("cpu")] * len(self.balance)
+        # 3. The stages, of the module's own layers.
         partitions = split_module(module, self.balance, chosen)
         self.devices: list[torch.device] = chosen[: len(partitions)]
         self.checkpoint = checkpoint

@@ -137,17 +137,17 @@ def _layers_of(stage: PipelineStage) -> tuple[nn.Module, ...]:
 
 def _devices(stages: Sequence[PipelineStage]) -> list[torch.device]:
     """The device of each stage: of its tensors, or else that of the stage before."""
-    found = [{tensor.device for tensor in chain(s.parameters(), s.buffers())} for s in stages]
-    for stage, devices in zip(stages, found, strict=True):
+    own = [{tensor.device for tensor in chain(s.parameters(), s.buffers())} for s in stages]
+    for stage, devices in zip(stages, own, strict=True):
         if len(devices) > 1:
             raise ValueError(
                 f"the layers of stage {stage.index} are on {', '.join(sorted(map(str, devices)))}; "
                 "move the stage to one device"
             )
     # The stages before the first one with tensors run on its device.
-    current = next(filter(None, found), {torch.device("cpu")})
+    current = next(filter(None, own), {torch.device("cpu")})
     result: list[torch.device] = []
-    for devices in found:
+    for devices in own:
         current = devices or current
         result += current
     return result

@@ -90,6 +90,7 @@ class Timeline:
         self.phases.append(Phase(program, events))
         marks: list[tuple[Action, Mark, Mark]] = []
 
+        # Marks are read when the phase has ended: reading one may wait for the device.
         def recording(action: Action, value: Any) -> Any:
             mark = clock_of(action.stage)
             start = mark()

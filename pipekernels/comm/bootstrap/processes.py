@@ -234,7 +234,7 @@ def _connect(connection: socket.socket, address: str, deadline: Deadline) -> Non
         try:
             connection.connect(address)
             return
-        except BlockingIOError:
+        except BlockingIOError:  # Unlike TCP, a Unix socket cannot be waited for until it connects.
             if deadline.left() == 0:
                 raise TimeoutError from None
         time.sleep(_RETRY)
@@ -242,6 +242,7 @@ def _connect(connection: socket.socket, address: str, deadline: Deadline) -> Non
 
 def _peer_pid(connection: socket.socket) -> int | None:
     """The process at the other end, or ``None`` if it belongs to another user."""
+    # struct ucred, as of the time of listen() or connect(): a process cannot choose it.
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, uid, _ = struct.unpack("3i", credentials)
     return pid if uid == os.geteuid() else None

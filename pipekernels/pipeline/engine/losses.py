@@ -90,7 +90,7 @@ class Losses:
         self._seeded = partial(step.seeds.seeded, stage=len(stages.modules))
         self._modules = stages.modules
         assert step.parameters is not None
-        self._keys = step.parameters.keys()
+        self._keys = step.parameters.keys()  # Graphs have the copies, whose keys these are.
         self._drop_accumulated = step.parameters.drop_accumulated
         self.parameter_grads: dict[int, torch.Tensor] = {}
 

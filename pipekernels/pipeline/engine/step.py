@@ -39,7 +39,7 @@ from pipekernels.pipeline.skip import SkipRoutes
 T = TypeVar("T")
 Compute = Callable[[Action, Any], Any]
 
-_AT_ONCE = Program([[Action("B", 0, 0)]])
+_AT_ONCE = Program([[Action("B", 0, 0)]])  # Stands for the backwards of all microbatches.
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _NO_SKIPS = SkipTable(SkipRoutes([]), [])
 

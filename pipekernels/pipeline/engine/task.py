@@ -30,8 +30,7 @@ Values = dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 class Buffer(NamedTuple):
     """A buffer that requires no gradient: graphs must use the others themselves, not copies."""
 
-    owner: dict[str, Any]
-    """The ``_buffers`` of its layer."""
+    owner: dict[str, Any]  # The `_buffers` of its layer.
     name: str
     buffer: torch.Tensor
     value: torch.Tensor
@@ -90,24 +89,17 @@ class SavedGraph:
     """
 
     leaves: Sequence[torch.Tensor | None] = ()
+    # Those of the leaves. Empty but during a backward, so that StageInput can tell any other one.
     grads: list[torch.Tensor | None] = field(default_factory=list)
-    """Those of the leaves, during a backward."""
     roots: Sequence[Root | None] = ()
     inputs: Activation | None = None
-    nodes: Sequence[type] = ()
-    """Classes of the nodes of a checkpointed forward's graph, which its recomputation must have."""
-    received: tuple[Key, ...] = ()
-    """Keys of the skips among the inputs, the last of ``leaves``."""
-    sent: tuple[Key, ...] = ()
-    """Keys of the skips among the outputs, the last of ``roots``."""
-    outputs: int = 0
-    """Number of output tensors without skips."""
-    sources: Sequence[torch.device] = ()
-    """The devices to which gradients of inputs go, if to others."""
-    buffers: Sequence[Buffer] = ()
-    """Buffers before a checkpointed forward, for its recomputation."""
-    versions: Sequence[int] = ()
-    """Those of ``inputs``, before the forward."""
+    nodes: Sequence[type] = ()  # Classes of those of a checkpointed forward, for its recomputation.
+    received: tuple[Key, ...] = ()  # Keys of the skips among the inputs, the last of `leaves`.
+    sent: tuple[Key, ...] = ()  # Keys of the skips among the outputs, the last of `roots`.
+    outputs: int = 0  # Number of output tensors without skips.
+    sources: Sequence[torch.device] = ()  # Where gradients of inputs go, if to other devices.
+    buffers: Sequence[Buffer] = ()  # Before a checkpointed forward, for its recomputation.
+    versions: Sequence[int] = ()  # Those of `inputs`, before the forward.
 
     def node_types(self) -> list[type]:
         """The classes of all nodes that the roots lead to, in one order for equal graphs."""

@@ -80,7 +80,7 @@ def execute_pipeline(
         previous = None if axis.stage == 0 else Link.to_previous(axis, count)
         following: Link | None = None
         token = _start(previous, axis, x, module, (args, kwargs))
-        part, token = _Exchange.apply(None, None, previous, token)
+        part, token = _Exchange.apply(None, None, previous, token)  # Only receives.
         results = []
         for m in range(count):
             if previous is None:

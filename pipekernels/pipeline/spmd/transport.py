@@ -25,10 +25,9 @@ class Axis(NamedTuple):
     """The ranks along one mesh dimension that have this rank's coordinates in all others."""
 
     group: dist.ProcessGroup
+    # Ranks in the default group, by stage. In `group` they may have another order.
     ranks: list[int]
-    """Ranks in the default group, by stage. In ``group`` they may have another order."""
-    stage: int
-    """This rank's."""
+    stage: int  # This rank's.
     is_last: bool
     device: torch.device
 
@@ -153,6 +152,7 @@ class Link:
 
     def receive(self) -> Tensor:
         """The next message."""
+        # A message per microbatch. The first call of a pass, forward or backward, counts anew.
         work, tensor = self._receiving or self._post()
         self._left = (self._left or self._count) - 1
         self._receiving = self._post() if self._left else None
