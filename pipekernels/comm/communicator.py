@@ -360,7 +360,6 @@ def _divide_threads(
             )
         except Exception as error:  # noqa: BLE001 (Sent to the peers.)
             problem = problem_of(0, error)
-    # Threads can pass objects of the process by their handles.
     answers = parent._exchange(_Made([each.handle for each in made], problem), _Made)
     handles, problem = answers[ranks[0]]
     child = Communicator.from_handle(handles[ranks.index(parent.rank)]) if handles else None

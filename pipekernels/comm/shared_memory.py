@@ -70,7 +70,7 @@ class NativeBackend:
         return ()
 
 
-_CALLS = "all_reduce", "all_reduce_tensor", "reduce_scatter", "all_gather", "broadcast", "barrier"
+_METHODS = "all_reduce", "all_reduce_tensor", "reduce_scatter", "all_gather", "broadcast", "barrier"
 
 
 class SharedMemoryBackend(NativeBackend):
@@ -78,34 +78,26 @@ class SharedMemoryBackend(NativeBackend):
 
     Args:
         core: this rank's native communicator; owned.
-
-    Attributes:
-        core: None in a backend over several hosts.
-        flat_calls: whose methods ``*_flat`` make collectives of contiguous tensors as if they had
-            one dimension, in one native call; None over several hosts. They return False for
-            tensors, dtypes and operations that the methods here have to serve, whose tensors must
-            then have one dimension.
-        all_reduce_tensor: :meth:`pipekernels.Communicator.all_reduce`, checks included, in one
-            native call if possible; returns whether it was.
-        empty: makes an uninitialised symmetric tensor of given sizes and dtype.
-        output: the same for a result; on a CUDA device an ordinary one while it is full.
-        close, abort: leave the communicator; ``abort`` tells the peers that an error is the reason.
     """
 
     def __init__(self, core: _backend.Communicator) -> None:
         super().__init__(core)
-        self.core = core
+        self.core = core  # None in a backend over several hosts, as `flat_calls` is.
+        # Its methods `*_flat` make collectives of contiguous tensors as if they had one dimension,
+        # in one native call. They return False for tensors, dtypes and operations that the methods
+        # here have to serve, whose tensors must then have one dimension.
         self.flat_calls = core
+        # Communicator.all_reduce(), checks included, in one call if possible; returns whether.
         self.all_reduce_tensor = core.all_reduce_tensor
-        # Without room the native call raises an error.
+        # Makes symmetric tensors. Without room the native call raises an error.
         self.empty = cast(
             "Callable[[torch.Size, torch.dtype], Tensor]",
             functools.partial(allocated, core.allocate),
         )
-        self.output = self.empty
+        self.output = self.empty  # For results: on a CUDA device ordinary tensors while it is full.
         self.barrier = core.barrier
         self.close = core.close
-        self.abort = core.abort
+        self.abort = core.abort  # Also tells the peers that an error is the reason.
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
         """Whether the reductions take this dtype and operation."""
@@ -130,7 +122,7 @@ class ThreadBackend(SharedMemoryBackend):
             "each rank of Communicator.threads() calls from a thread of its own, all at the same "
             f"time; this is rank {rank}, called by thread"
         )
-        for name in _CALLS:
+        for name in _METHODS:
             setattr(self, name, functools.partial(_call, getattr(self, name), callers, remedy))
 
 

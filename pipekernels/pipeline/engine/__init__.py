@@ -1,1 +1,17 @@
-"""One mini-batch, from the call of a pipe to its last gradient. Called by ``Pipe``."""
+"""One mini-batch, from the call of a pipe to its last gradient. Called by ``Pipe``.
+
+Each file uses files below it::
+
+    engine           what a pipe keeps from one mini-batch to the next; its node in autograd's graph
+    losses           the loss of each microbatch, in a training step
+    step             one mini-batch: a method per action, forwards and backwards
+    execution        on which threads, in which order; which way is fastest
+    workers          the lanes of a program on threads
+    stages           what is known of the layers
+    task             one stage on one microbatch: forward, recomputation, backward
+    split_backward   a backward in two parts, of inputs and of parameters
+    parameters       the parameter copies that gradients accumulate into
+    random           the same random numbers, whatever the execution
+    transport        copies and skips from stage to stage
+    entry            where the graph of a stage begins
+"""

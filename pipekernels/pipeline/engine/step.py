@@ -85,13 +85,13 @@ class Step:
         self._dropped = dropped
         self._record = record
         self._seconds = 0.0
-        self._consumer: OutputConsumer = self.outputs
+        self._consumer: OutputConsumer = self.outputs  # In a training step, the losses.
         # Context of the thread that starts the forward. Read only if recomputations need it: the
         # first read takes as long as two small layers.
         self._context: CallerContext | None = None
         # Versions of the parameters after the forward, if backwards recompute.
         self._parameter_versions: list[list[int]] = []
-        self._buffer_values: Values = {}
+        self._buffer_values: Values = {}  # As they were before checkpointed forwards.
         self._graphs: list[list[SavedGraph | None]] = [
             [None] * len(inputs.sizes) for _ in self._tasks
         ]
@@ -100,10 +100,10 @@ class Step:
         )
         # Entered while autograd runs, on this thread or on another.
         self._waiting: AbstractContextManager[Any] = _NOTHING
-        self._keep_graph = False
+        self._keep_graph = False  # Whether the present backward is to.
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, microbatch)
-        self._input_grads: list[Grads] = []
-        self._released = False
+        self._input_grads: list[Grads] = []  # By microbatch, in a backward.
+        self._released = False  # A backward has freed the graphs.
         self._device = stages.devices[0]  # The current one, with its stream (Transport.phase).
         # The last attribute, so that it is destroyed after the graphs: its end releases the
         # buffers that they received.
