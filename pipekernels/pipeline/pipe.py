@@ -235,7 +235,7 @@ class Pipe(nn.Module):
                 with a graph, or the loss is not a scalar.
             RuntimeError: no loss requires a gradient, FSDP2 shards the pipe, or as :meth:`forward`.
         """
-        fsdp = sys.modules.get("torch.distributed.fsdp")
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # Not imported: not used.
         if fsdp is not None and isinstance(self, fsdp.FSDPModule):
             raise RuntimeError(
                 "FSDP shards this pipe, and gathers parameters and reduces gradients for "

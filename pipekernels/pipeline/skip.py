@@ -101,6 +101,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
 
         layer_class.forward = forward
         added: Any = layer_class
+        # Shared by all layers of the class: isolate() gives a layer its own dict.
         added._stashes, added._pops, added._skip_namespaces = stashes, pops, {}
         added.isolate = _isolate
         added.stashable = lambda self: _keys(self, self._stashes)

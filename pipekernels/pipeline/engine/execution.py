@@ -187,7 +187,7 @@ class Executions:
         else:
             execution = self._execution
             why = f"execution={execution!r} asks for it"
-        # The caller may change the number of intra-op threads, which workers share.
+        # A plan divides the caller's intra-op threads, whose number may change.
         key = signature, execution, fuses, torch.get_num_threads()
         plan = self._plans.get(key)
         if plan is None:
