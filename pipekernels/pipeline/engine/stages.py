@@ -53,7 +53,7 @@ class Stages:
             task.inspect_layers()
         self.training = tuple(layer.training for layer in layers)  # Each layer's flag.
         self.has_deferred_batch_norm = any(isinstance(x, DeferredBatchNorm) for x in layers)
-        self.one_thread = self._why_one_thread(layers)  # None if they need not.
+        self.one_thread = self._why_one_thread(layers)  # Why they take turns, or None.
 
     def _why_one_thread(self, layers: Sequence[nn.Module]) -> str | None:
         if any(device.type != "cpu" for device in self.devices):
