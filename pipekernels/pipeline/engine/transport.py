@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipekernels._torch_private import is_profiler_enabled
 from pipekernels.device import streams
 from pipekernels.device.channel import Channel, PendingCopy, channel, settle_all
 from pipekernels.device.profiling import in_profile
 from pipekernels.device.streams import Stream
 from pipekernels.pipeline.skip import Key, SkipRoutes
 from pipekernels.pipeline.timeline import Mark, clock
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 Receiver = tuple[int, int, bool]
 """The action that uses a copy: its stage (-1: the caller), microbatch, and whether a backward."""
@@ -85,7 +88,9 @@ class Transport:
         for route, indices in routes.items():
             key = (*route, receiver[2])
             used = self._channels.get(key) or self._channels.setdefault(key, channel(*key))
-            with in_profile("copy from %s to %s", *route):
+            # Asked here already, which saves each transfer a call of Python.
+            profiled = is_profiler_enabled()
+            with in_profile("copy from %s to %s", *route) if profiled else _NOTHING:
                 copies, pending = used.send([tensors[i] for i in indices])  # type: ignore[misc]
             self.pending.setdefault(receiver, []).append(pending)
             for i, copy in zip(indices, copies, strict=True):
