@@ -10,7 +10,7 @@ at all. ``.to`` is torch's own, on one stream.
   next one has been issued, as pipelines do.
 * ``Pipe``: a first stage on the CPU that does nothing, a second one on the GPU.
 * Device map: a CPU model with a module on the GPU, by ``parallelize_pipeline``, called in a loop.
-* Hand-over: the calling thread's time to issue the copies of small tensors, by a channel and by
+* Transfer: the calling thread's time to issue the copies of small tensors, by a channel and by
   torch's streams and ``copy_``: between two GPUs, or to the only one from pinned memory.
 """
 
@@ -45,7 +45,7 @@ GPU = {
     for rows in ROWS
     for way in ("to the GPU", "to the GPU from pinned memory", "to the host", "Pipe", "device map")
 }
-GPU |= {f"hand-over of {count}": ("channel", "torch") for count in (1, 8)}
+GPU |= {f"transfer of {count}": ("channel", "torch") for count in (1, 8)}
 GPU_QUICK = {
     f"{case.partition(',')[0]}, 4 rows": names for case, names in GPU.items() if "," in case
 }
@@ -177,7 +177,7 @@ class ByTorch:
 
 
 def of_host(count: int, target: torch.device) -> dict[str, Callable[[], float]]:
-    """The calling thread's seconds for a hand-over of ``count`` tensors."""
+    """The calling thread's seconds for a transfer of ``count`` tensors."""
     source = HOST
     if torch.cuda.device_count() > 1:
         source = torch.device("cuda", (target.index or 0) ^ 1)
@@ -185,12 +185,12 @@ def of_host(count: int, target: torch.device) -> dict[str, Callable[[], float]]:
     way = channel(source, target)
     by_torch = ByTorch(source, target)
 
-    def timed(hand_over: Callable[[], Any]) -> Callable[[], float]:
+    def timed(transfer: Callable[[], Any]) -> Callable[[], float]:
         def turn() -> float:
             synchronize(target)
             begin = time.perf_counter()
             for _ in range(HAND_OVERS):
-                hand_over()
+                transfer()
             seconds = (time.perf_counter() - begin) / HAND_OVERS
             synchronize(target)
             return seconds
@@ -198,7 +198,7 @@ def of_host(count: int, target: torch.device) -> dict[str, Callable[[], float]]:
         return turn
 
     ways = {"channel": lambda: way.send(tensors)[1].wait(), "torch": lambda: by_torch(tensors)}
-    return {name: timed(hand_over) for name, hand_over in ways.items()}
+    return {name: timed(transfer) for name, transfer in ways.items()}
 
 
 def hidden(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
@@ -215,7 +215,7 @@ def hidden(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
 
 def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     """One way, with microbatches of one size."""
-    if case.startswith("hand-over"):
+    if case.startswith("transfer"):
         return Turns(of_host(int(case.split()[-1]), options.device), 1, 51)
     way, _, rows = case.partition(", ")
     width = 64 if options.quick else WIDTH

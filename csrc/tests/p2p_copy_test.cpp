@@ -12,7 +12,7 @@
 #include <thread>
 
 #include "device_blocks.h"
-#include "hand_over_times.h"
+#include "transfer_times.h"
 
 namespace pipekernels {
 
@@ -35,7 +35,7 @@ bool has(const std::string& text, const char* part) { return text.find(part) != 
 
 using Memory = std::vector<std::shared_ptr<char>>;
 
-// What a hand-over gave its receiver.
+// What a transfer gave its receiver.
 struct Received {
   std::vector<Patterned> tensors;
   Memory memory;
@@ -433,7 +433,7 @@ void test_bad_arguments() {
   CHECK(has(thrown([] { P2PChannel(kHost, kHost, 96); }), "got -1, -1 and 96"));
   CHECK(has(thrown([] { P2PChannel(0, 1, 20); }), "slots of a multiple of 16 bytes"));
   char memory[64] = {};
-  const auto plan = [&](TensorCopy tensor) { return thrown([&] { plan_hand_over({tensor}); }); };
+  const auto plan = [&](TensorCopy tensor) { return thrown([&] { plan_transfer({tensor}); }); };
   CHECK(has(plan({memory, memory, 4, {2}, {1, 1}, {1}}), "its source has 2 and its target 1"));
   CHECK(has(plan({memory, memory, 4, {2}, {-1}, {1}}), "negative size or stride"));
   CHECK(has(plan({memory, memory, 4, {2}, {1}, {2}}), "a target that is not dense"));
@@ -483,7 +483,7 @@ void test_threads() {
 // With the argument `times`, prints host times; with a number, runs so many random programs.
 int main(int argc, char** argv) {
   if (argc > 1 && std::strcmp(argv[1], "times") == 0) {
-    pipekernels::print_hand_over_times(pipekernels::stream_on);
+    pipekernels::print_transfer_times(pipekernels::stream_on);
     return 0;
   }
   pipekernels::test_the_fake();  // First, since a process with threads must not fork.

@@ -1,4 +1,4 @@
-// The part of hand-overs that needs no CUDA: their plan, and copies on the CPU.
+// The part of transfers that needs no CUDA: their plan, and copies on the CPU.
 #include "pipekernels/p2p_copy/p2p_copy.h"
 
 #include <algorithm>
@@ -53,8 +53,8 @@ size_t TensorCopy::bytes() const {
   return std::accumulate(shape.begin(), shape.end(), item_size, std::multiplies<>());
 }
 
-HandOver plan_hand_over(const std::vector<TensorCopy>& tensors) {
-  HandOver result;
+Transfer plan_transfer(const std::vector<TensorCopy>& tensors) {
+  Transfer result;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const TensorCopy& tensor = tensors[i];
     validate(tensor, i);
@@ -110,9 +110,9 @@ MicroBatchCopy as_micro_batches(const std::vector<TensorCopy>& tensors) {
   return request;
 }
 
-void copy_on_cpu(const HandOver& hand_over, int threads) {
-  std::vector<TensorCopy> all = hand_over.strided;
-  for (const Run& run : hand_over.runs) {
+void copy_on_cpu(const Transfer& transfer, int threads) {
+  std::vector<TensorCopy> all = transfer.strided;
+  for (const Run& run : transfer.runs) {
     all.push_back({run.source, run.target, 1, {static_cast<int64_t>(run.bytes)}, {1}, {1}});
   }
   copy_micro_batches(as_micro_batches(all), threads);

@@ -1,7 +1,7 @@
 """What the host does for a task of a pipe, for a transfer between GPUs and for a split."""
 
 import pytest
-from support.cuda.pipe_calls import own, splits, tasks_and_hand_overs
+from support.cuda.pipe_calls import own, splits, tasks_and_transfers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,7 +20,7 @@ BUDGETS = {  # Calls of functions of the package.
 
 
 def test_the_host_calls_few_functions() -> None:
-    for what, calls in tasks_and_hand_overs().items():
+    for what, calls in tasks_and_transfers().items():
         assert 0 < own(calls) <= BUDGETS[what], f"{what}: {calls}"
     (calls,) = splits().values()
     assert 0 < sum(calls.values()) <= 24 and not calls["new_empty"], calls

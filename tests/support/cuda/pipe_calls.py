@@ -58,7 +58,7 @@ def per_micro_batch(devices: Sequence[Any], tensors: int = 1) -> list[Calls]:
         return [*map(less, warm(devices, 8, tensors), warm(devices, 4, tensors), (4, 4))]
 
 
-def tasks_and_hand_overs() -> dict[str, Calls]:
+def tasks_and_transfers() -> dict[str, Calls]:
     """Per stage or transfer, and microbatch."""
     compared: dict[str, Any] = {
         "task on a CPU": (per_micro_batch(["cpu", "cpu"]), ({}, {})),

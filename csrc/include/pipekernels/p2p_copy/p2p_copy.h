@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "pipekernels/p2p_copy/hand_over.h"
+#include "pipekernels/p2p_copy/transfer.h"
 
 namespace pipekernels {
 

@@ -1,4 +1,4 @@
-// What a hand-over copies: contiguous runs of bytes, and strided tensors.
+// What a transfer copies: contiguous runs of bytes, and strided tensors.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ namespace pipekernels {
 
 constexpr int64_t kMostItemBytes = 16;
 
-// One tensor of a hand-over; strides are in elements. The target is dense: its memory has neither
+// One tensor of a transfer; strides are in elements. The target is dense: its memory has neither
 // holes nor overlaps. The source may have any strides.
 struct TensorCopy {
   const char* source;
@@ -28,14 +28,14 @@ struct Run {
   size_t bytes;
 };
 
-struct HandOver {
+struct Transfer {
   std::vector<Run> runs;            // tensors whose source is laid out as the target
   std::vector<TensorCopy> strided;  // the others; empty tensors are in neither
 };
 
 // Throws std::invalid_argument if numbers of dimensions differ, elements have more than
 // kMostItemBytes, a size or stride is negative, or a target is not dense.
-HandOver plan_hand_over(const std::vector<TensorCopy>& tensors);
+Transfer plan_transfer(const std::vector<TensorCopy>& tensors);
 
 // Cuts a tensor of a plan into pieces of at most `limit` bytes, but at least one element, each of
 // which is contiguous in the target.
@@ -45,6 +45,6 @@ std::vector<TensorCopy> pieces_of(const TensorCopy& tensor, size_t limit);
 MicroBatchCopy as_micro_batches(const std::vector<TensorCopy>& tensors);
 
 // Copies on the CPU with at most `threads` threads.
-void copy_on_cpu(const HandOver& hand_over, int threads);
+void copy_on_cpu(const Transfer& transfer, int threads);
 
 }  // namespace pipekernels

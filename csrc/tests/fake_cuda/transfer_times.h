@@ -1,4 +1,4 @@
-// Host time and calls of the CUDA runtime per hand-over, on the fake runtime: those of a channel,
+// Host time and calls of the CUDA runtime per transfer, on the fake runtime: those of a channel,
 // and those that channels issued when they drove torch's streams from Python. What Python and torch
 // themselves took is not in it, nor is what a driver takes: the figures compare how much is asked
 // of the runtime.
@@ -14,7 +14,7 @@
 
 namespace pipekernels {
 
-// What a hand-over from device 0 to device 1 asked of the runtime. Events were made for one use.
+// What a transfer from device 0 to device 1 asked of the runtime. Events were made for one use.
 class ByTorch {
  public:
   ByTorch(cudaStream_t leaving, cudaStream_t arriving, cudaStream_t origin, cudaStream_t user)
@@ -82,14 +82,14 @@ struct Cost {
   long calls;
 };
 
-template <class HandOver>
-Cost cost_of(HandOver& hand_over, const std::vector<TensorCopy>& tensors) {
+template <class Send>
+Cost cost_of(Send& send, const std::vector<TensorCopy>& tensors) {
   std::vector<double> times;
   const long before = fake_cuda::device().calls;
   constexpr int kRounds = 301;
   for (int i = 0; i < kRounds; ++i) {
     const auto begin = std::chrono::steady_clock::now();
-    hand_over(tensors);
+    send(tensors);
     const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
     times.push_back(took.count());
     CHECK(cudaDeviceSynchronize() == cudaSuccess);
@@ -114,7 +114,7 @@ inline void check_calls(cudaStream_t (*stream_on)(int device)) {
 }
 
 // Prints a line for one tensor and for eight.
-inline void print_hand_over_times(cudaStream_t (*stream_on)(int device)) {
+inline void print_transfer_times(cudaStream_t (*stream_on)(int device)) {
   fake_cuda::device().checks = false;
   std::printf("%8s %24s %24s\n", "tensors", "driven by torch", "by the channel");
   for (const size_t count : {1, 8}) {
