@@ -180,7 +180,8 @@ DeviceLayout random_layout(std::mt19937_64& random, int ranks, int blocks) {
           128u * (std::max(1u, partials) + static_cast<unsigned>(random() % 3)),
           static_cast<uint32_t>(random() % 600),
           64u * static_cast<unsigned>(1 + random() % 4),
-          2000};
+          2000,
+          random() % 2 == 0};
 }
 
 // As after 2^32 - `left` rounds of pushed words, of which some have not been overwritten for long.

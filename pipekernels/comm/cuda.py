@@ -111,12 +111,11 @@ class CudaBackend(NativeBackend):
         return tensor
 
     def output(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
-        tensor = None
-        if not torch.cuda.is_current_stream_capturing():
-            tensor = self._allocate(sizes, dtype)
-            if tensor is None:
-                _log_copied(sizes.numel() * dtype.itemsize, self.device)
-        return torch.empty(sizes, dtype=dtype, device=self.device) if tensor is None else tensor
+        tensor = self._allocate(sizes, dtype)
+        if tensor is not None:
+            return tensor
+        _log_copied(sizes.numel() * dtype.itemsize, self.device)
+        return torch.empty(sizes, dtype=dtype, device=self.device)
 
     def close(self, *, abort: bool) -> None:
         """Wait for this rank's collectives, or abort them, and free the memory."""

@@ -254,7 +254,7 @@ def test_captured_and_replayed(comm: Communicator, gpu: torch.device) -> None:
             comm.all_reduce(symmetric, algorithm="two_shot"),
             comm.reduce_scatter(rows),
             comm.all_gather(rows),
-            ops.all_reduce(rows, comm),
+            ops.all_reduce(ops.all_reduce(rows, comm), comm),
         ]
 
     def fill(value: int) -> None:
@@ -278,7 +278,7 @@ def test_captured_and_replayed(comm: Communicator, gpu: torch.device) -> None:
         total = sum(value * (rank + 1) for rank in ranks)
         assert results[1].eq(n * sum(value + rank for rank in ranks)).all()
         assert results[2].eq(sum(value - rank for rank in ranks)).all()
-        assert results[3].eq(total).all() and results[5].eq(total).all()
+        assert results[3].eq(total).all() and results[5].eq(n * total).all()
         parts = torch.tensor([value * (rank + 1.0) for rank in ranks], device=gpu)
         assert results[4].eq(parts.repeat_interleave(4 * n)[:, None]).all()
         assert comm.all_reduce(torch.ones(3, device=gpu)).tolist() == [n] * 3

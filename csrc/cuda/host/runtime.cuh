@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <chrono>
+#include <optional>
 #include <shared_mutex>
 #include <stdexcept>
 #include <string>
@@ -66,12 +67,35 @@ class LaunchesPaused {
   bool held_;
 };
 
+// While a thread captures a graph, calls that the capture might have to know of are errors, unless
+// their thread says that the capture does not depend on them.
+class IndependentOfCaptures {
+ public:
+  IndependentOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~IndependentOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  IndependentOfCaptures(const IndependentOfCaptures&) = delete;
+  IndependentOfCaptures& operator=(const IndependentOfCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 inline cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
 
 inline bool is_capturing(void* stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream_of(stream), &status), "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;
+}
+
+// The number of the capture that `stream` is part of, if any.
+inline std::optional<unsigned long long> capture_of(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long number = 0;
+  check_cuda(cudaStreamGetCaptureInfo(stream_of(stream), &status, &number),
+             "cudaStreamGetCaptureInfo");
+  if (status == cudaStreamCaptureStatusNone) return std::nullopt;
+  return number;
 }
 
 }  // namespace pipekernels

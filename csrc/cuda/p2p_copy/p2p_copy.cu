@@ -18,19 +18,6 @@ constexpr size_t kAlignment = 16;
 
 size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// While another thread captures a graph, calls that the capture might have to know of are errors,
-// unless their thread says that the capture does not depend on them.
-class IndependentOfCaptures {
- public:
-  IndependentOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~IndependentOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  IndependentOfCaptures(const IndependentOfCaptures&) = delete;
-  IndependentOfCaptures& operator=(const IndependentOfCaptures&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 cudaStream_t new_stream(int device) {
   if (device == kHost) return nullptr;
   const DeviceGuard guard(device);
@@ -238,7 +225,7 @@ class P2PChannel::State {
           "copies between devices cannot be part of a CUDA graph, and the current stream of cuda:" +
           std::to_string(source_) + " is being captured; copy before the capture or after it");
     }
-    const HandOver plan = snapshots.empty() ? plan_hand_over(tensors) : HandOver{};
+    const Transfer plan = snapshots.empty() ? plan_transfer(tensors) : Transfer{};
     const std::lock_guard<std::mutex> turn(mutex_);
     try {
       if (source_ == kHost) return send_from_host(plan, threads);
@@ -263,7 +250,7 @@ class P2PChannel::State {
   }
 
   // Copies the tensors in the caller's stream. Returns the copies of the snapshots.
-  static HandOver take_snapshots(const std::vector<TensorCopy>& tensors,
+  static Transfer take_snapshots(const std::vector<TensorCopy>& tensors,
                                  const std::vector<char*>& snapshots, cudaStream_t stream) {
     std::vector<TensorCopy> first = tensors, second = tensors;
     for (size_t i = 0; i < tensors.size(); ++i) {
@@ -271,13 +258,13 @@ class P2PChannel::State {
       second[i].source = snapshots[i];
       second[i].source_strides = tensors[i].target_strides;
     }
-    HandOver plan = plan_hand_over(second);
+    Transfer plan = plan_transfer(second);
     copy_micro_batches_cuda(as_micro_batches(first), stream);
     return plan;
   }
 
-  std::pair<std::shared_ptr<void>, bool> send_from_host(const HandOver& plan, int threads) {
-    HandOver direct, through_slots;
+  std::pair<std::shared_ptr<void>, bool> send_from_host(const Transfer& plan, int threads) {
+    Transfer direct, through_slots;
     for (const Run& run : plan.runs) {
       (is_pinned(run.source) ? direct : through_slots).runs.push_back(run);
     }
@@ -287,7 +274,7 @@ class P2PChannel::State {
     return {of_target_->record(arriving_), !direct.runs.empty()};
   }
 
-  std::pair<std::shared_ptr<void>, bool> send_from_device(const HandOver& plan,
+  std::pair<std::shared_ptr<void>, bool> send_from_device(const Transfer& plan,
                                                           cudaStream_t stream) {
     wait_for(leaving_, of_source_->record(stream));
     if (target_ != kHost && !peer_access_) {
@@ -303,7 +290,7 @@ class P2PChannel::State {
   }
 
   // In a stream of the current device.
-  void copy(const HandOver& plan, cudaStream_t stream) const {
+  void copy(const Transfer& plan, cudaStream_t stream) const {
     copy_runs(plan.runs, stream);
     if (!plan.strided.empty()) copy_micro_batches_cuda(as_micro_batches(plan.strided), stream);
   }
@@ -320,8 +307,8 @@ class P2PChannel::State {
   }
 
   // Slots take turns; each is filled with as much as there is room for.
-  void copy_through_slots(const HandOver& plan, int threads) {
-    HandOver in;           // Into the current slot.
+  void copy_through_slots(const Transfer& plan, int threads) {
+    Transfer in;           // Into the current slot.
     std::vector<Run> out;  // Out of it.
     size_t used = 0;
     const auto flush = [&] {
@@ -357,7 +344,7 @@ class P2PChannel::State {
   }
 
   // Copies through the next slot.
-  void pass(const HandOver& in, const std::vector<Run>& out, int threads) {
+  void pass(const Transfer& in, const std::vector<Run>& out, int threads) {
     Slot& slot = next_slot();
     turn_ = 1 - turn_;
     if (source_ == kHost) {

@@ -244,11 +244,9 @@ bool CudaHeap::grow(size_t bytes) {
 }
 
 std::byte* CudaHeap::place(size_t bytes) {
-  do {
-    for (Part& part : parts_) {
-      if (const auto offset = part.free_list.allocate(bytes)) return part.base() + *offset;
-    }
-  } while (grow(bytes));
+  for (Part& part : parts_) {
+    if (const auto offset = part.free_list.allocate(bytes)) return part.base() + *offset;
+  }
   return nullptr;
 }
 
@@ -261,22 +259,44 @@ CudaHeap::Part* CudaHeap::part_of(const void* data, size_t bytes) const {
 
 std::byte* CudaHeap::allocate(size_t bytes, void* stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto id = id_of(stream);
-  const auto is_other = [&](const Released& use) { return use.stream != id; };
-  if (std::any_of(released_.begin(), released_.end(), is_other) && is_capturing(stream)) {
-    throw std::runtime_error(
-        "a CUDA graph is being captured in the stream, which so cannot wait for other streams that "
-        "have used released symmetric memory; allocate symmetric tensors before the capture");
-  }
-  std::byte* const block = place(bytes);
+  if (const auto capture = capture_of(stream)) return allocate_captured(bytes, stream, *capture);
+  std::byte* block = nullptr;
+  do {
+    block = place(bytes);
+  } while (block == nullptr && grow(bytes));
   if (block == nullptr) return nullptr;
+  const auto id = id_of(stream);
   for (const Released& use : released_) {
-    if (!is_other(use)) continue;
+    if (use.stream == id) continue;
     const cudaError_t waited = cudaStreamWaitEvent(stream_of(stream), event_of(use.end), 0);
     if (waited != cudaSuccess) free(block);
     check_cuda(waited, "ordering two streams");
   }
-  uses_[block] = {{stream}, false};
+  uses_[block] = {bytes, {stream}, false, std::nullopt};
+  return block;
+}
+
+// Replays use the block at any time, in any stream: the host waits here for what earlier work does
+// with released blocks, and only this capture is given the block again, in the stream that orders
+// its uses. The heap does not grow, since peers cannot map more for a launch that is captured.
+std::byte* CudaHeap::allocate_captured(size_t bytes, void* stream, unsigned long long capture) {
+  const auto fits = [&](const auto& idle) {
+    const Use& use = idle.second;
+    return use.bytes == bytes && use.streams[0] == stream && use.capture == capture;
+  };
+  const auto idle = std::find_if(idle_.begin(), idle_.end(), fits);
+  if (idle != idle_.end()) return uses_.insert(idle_.extract(idle)).position->first;
+  if (bytes > limit_ / 2 - captured_bytes_) return nullptr;
+  std::byte* const block = place(bytes);
+  if (block == nullptr) return nullptr;
+  const IndependentOfCaptures guard;
+  for (const Released& use : released_) {
+    const cudaError_t waited = cudaEventSynchronize(event_of(use.end));
+    if (waited != cudaSuccess) free(block);
+    check_cuda(waited, "waiting for released symmetric memory");
+  }
+  captured_bytes_ += bytes;
+  uses_[block] = {bytes, {stream}, true, capture};
   return block;
 }
 
@@ -294,17 +314,23 @@ void CudaHeap::release(std::byte* block) {
   if (process_ != process_generation()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto use = uses_.find(block);
+  const auto& streams = use->second.streams;
   bool captured = use->second.captured;
-  for (void* stream : use->second.streams) {
+  for (void* stream : streams) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const cudaError_t asked = cudaStreamIsCapturing(stream_of(stream), &status);
+    unsigned long long capture = 0;
+    const cudaError_t asked = cudaStreamGetCaptureInfo(stream_of(stream), &status, &capture);
     if (asked != cudaSuccess) cudaGetLastError();  // As CUDA has shut down.
-    captured = captured || asked != cudaSuccess || status != cudaStreamCaptureStatusNone;
+    const bool captures = asked == cudaSuccess && status != cudaStreamCaptureStatusNone;
+    if (captures && streams.size() == 1 && use->second.capture == capture) {
+      idle_.insert(uses_.extract(use));
+      return;
+    }
+    captured = captured || captures || asked != cudaSuccess;
   }
   int previous = 0;  // A null handle is the stream of the current device.
   if (captured || cudaGetDevice(&previous) != cudaSuccess) return;
   cudaSetDevice(device_);
-  const auto& streams = use->second.streams;
   const bool noted =
       std::all_of(streams.begin(), streams.end(), [&](void* stream) { return note_end(stream); });
   cudaSetDevice(previous);

@@ -324,6 +324,11 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureS
   *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
+inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                            unsigned long long* number) {
+  *number = fake_cuda::device().stream(stream).capture;
+  return cudaStreamIsCapturing(stream, status);
+}
 inline cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
   *id = fake_cuda::device().stream(stream).id;
   return cudaSuccess;

@@ -105,7 +105,11 @@ class Stream {
     end->wait();
   }
 
-  void begin_capture() { capturing_ = true; }
+  void begin_capture() {
+    static std::atomic<unsigned long long> captures{0};
+    capture = captures++;
+    capturing_ = true;
+  }
   std::vector<Task> end_capture() {
     capturing_ = false;
     return std::move(captured_);
@@ -125,6 +129,7 @@ class Stream {
   const int device;
   Clock clock;  // Of what has been issued; see clocks.h.
   std::atomic<unsigned long long> id{next_id++};
+  std::atomic<unsigned long long> capture{0};  // The number of the last one.
 
  private:
   static void finish(std::thread& kernel) {

@@ -15,9 +15,11 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -45,8 +47,8 @@ class CudaHeap {
   static size_t first_bytes(size_t limit);
 
   // Returns a block for use in `stream`, or null if nothing fits. Makes `stream` wait for what
-  // other streams did with released blocks; throws std::runtime_error if a graph is being captured
-  // in `stream`, where that is impossible.
+  // other streams did with released blocks. If a graph is being captured in `stream`, the block is
+  // the graph's: only that capture is given it again. Captures get half of the limit at most.
   std::byte* allocate(size_t bytes, void* stream);
   // Notes that a collective in `stream` uses `data`, which need not be in a block. If a graph has
   // captured it, which may use the block at any time, the block is never given out again.
@@ -68,8 +70,10 @@ class CudaHeap {
     bool contains(const void* data, size_t bytes) const;
   };
   struct Use {
+    size_t bytes;
     std::vector<void*> streams;
-    bool captured;
+    bool captured;                              // Whether a graph has captured a use.
+    std::optional<unsigned long long> capture;  // In which it was allocated.
   };
   // The end of what a stream did with released blocks. Its identifier, unlike its handle, is never
   // that of another stream.
@@ -79,7 +83,8 @@ class CudaHeap {
   };
   // Notes that what `stream` does by now may use released blocks. Returns false on a CUDA error.
   bool note_end(void* stream);
-  // Finds room for a block, growing if need be. Returns null if there is none.
+  std::byte* allocate_captured(size_t bytes, void* stream, unsigned long long capture);
+  // Finds room for a block. Returns null if there is none.
   std::byte* place(size_t bytes);
   bool grow(size_t bytes);
   void free(std::byte* block);
@@ -93,8 +98,11 @@ class CudaHeap {
   const unsigned process_;
   mutable std::mutex mutex_;
   mutable std::vector<Part> parts_;  // Never reallocated: threads that are peers copy `memory`.
-  std::map<const std::byte*, Use> uses_;  // Of each block.
-  std::vector<Released> released_;        // One per stream.
+  using Uses = std::map<std::byte*, Use, std::less<>>;
+  Uses uses_;                       // Of each block.
+  Uses idle_;                       // Of blocks that captures have released.
+  size_t captured_bytes_ = 0;       // Of blocks allocated in captures.
+  std::vector<Released> released_;  // One per stream.
 };
 
 // Owns a block of a CudaHeap.
@@ -178,6 +186,9 @@ class CudaCommunicator {
   void check();
   // Waits until the last collective of this rank that was not captured has ended; then check().
   void synchronize();
+  // For measurements: sets DeviceLayout::wide_loads, and lets rings use less of their slots. To be
+  // called alike on all ranks, while none of them runs a collective.
+  void tune(bool wide_loads, uint32_t slot_bytes);
 
   // Launches `kernel`, which takes a DeviceLaunch, ordered after this rank's earlier collectives.
   void launch(const void* kernel, const DeviceLaunch& launch, const CudaCaller& caller);

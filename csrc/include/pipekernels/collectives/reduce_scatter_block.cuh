@@ -41,6 +41,7 @@ PK_HOST_DEVICE void reduce_scatter_block(Team& team, const DeviceLaunch& launch)
     std::byte* output = launch.output + chunk.begin * kSize;
     reduce_block<Type, order>(team, team.shared().source, terms, chunk.count * kSize,
                               launch.descriptor.call.reduction, output,
+                              launch.ranks.layout.wide_loads,
                               [&](size_t at, auto unit) { store_unit(output + at, unit); });
   };
   const auto body = [&] {

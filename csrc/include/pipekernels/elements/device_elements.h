@@ -186,13 +186,12 @@ struct Wide {
 };
 
 // Reduces units [begin, end) of sources[0], ..., sources[terms - 1], in this order. A thread issues
-// the loads of four terms of kUnits units before it uses the first: with packs, 16 loads fill 64 of
-// its registers.
-template <class Type, class Unit, int kUnits, class Team, class Store>
+// the loads of kTerms terms of kUnits units before it uses the first: with packs, 16 loads fill 64
+// of its registers.
+template <class Type, class Unit, int kUnits, int kTerms, class Team, class Store>
 PK_HOST_DEVICE void reduce_units(const Team& team, const std::byte* const* sources, int terms,
                                  uint32_t begin, uint32_t end, Reduction reduction, Store store) {
   using W = Wide<Type, Unit>;
-  constexpr int kTerms = 4;
   const uint32_t stride = team.threads();
   PK_ROLLED
   for (uint32_t i = begin + team.thread(); i < end; i += kUnits * stride) {
@@ -284,11 +283,11 @@ PK_HOST_DEVICE void reduce_units_as_tree(const Team& team, const std::byte* cons
 // Reduces `bytes`, less than 4 GiB, of sources[0], ..., sources[terms - 1], in this order, with all
 // threads of a block, and passes each unit to store(offset, unit), which may overwrite the sources.
 // `target` is where store() writes if that is none of the sources, else null; its alignment limits
-// the units. `order` is order_of(reduction, terms).
+// the units. `order` is order_of(reduction, terms); for `wide_loads` see DeviceLayout.
 template <class Type, Order order, class Team, class Store>
 PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sources, int terms,
                                  size_t bytes, Reduction reduction, const std::byte* target,
-                                 Store store) {
+                                 bool wide_loads, Store store) {
   using Element = typename Type::Element;
   bool aligned = is_aligned(target, target, 16);
   for (int s = 0; s < terms; ++s) aligned = aligned && is_aligned(sources[s], sources[s], 16);
@@ -301,8 +300,12 @@ PK_HOST_DEVICE void reduce_block(const Team& team, const std::byte* const* sourc
     // Registers allow three; for float16, whose conversions branch, convergence barriers run out.
     constexpr bool kLong = sizeof(typename Type::Accumulator) == 8 || sizeof(Element) == 2;
     constexpr int kPacks = kLong ? 2 : 3;
-    reduce_units<Type, Pack, kPacks>(team, sources, terms, 0, packs, reduction, store);
-    reduce_units<Type, Element, 2>(team, sources, terms, first, end, reduction, store);
+    if (kLong && wide_loads && terms == 2) {
+      reduce_units<Type, Pack, 4, 2>(team, sources, 2, 0, packs, reduction, store);
+    } else {
+      reduce_units<Type, Pack, kPacks, 4>(team, sources, terms, 0, packs, reduction, store);
+    }
+    reduce_units<Type, Element, 2, 4>(team, sources, terms, first, end, reduction, store);
   }
 }
 

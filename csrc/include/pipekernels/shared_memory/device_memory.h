@@ -24,10 +24,9 @@ namespace pipekernels {
 
 constexpr int kMaxDeviceBlocks = 64;  // Per rank.
 
-// Numbers of staging buffers per thread block, and of slots per ring mailbox; compare segment.h.
+// Numbers of staging buffers per thread block; compare segment.h.
 constexpr int kDeviceInputSets = 2;
 constexpr int kDeviceResultSets = 3;
-constexpr int kDeviceRingDepth = 8;
 
 // Inboxes for words that a rank pushes to another; used in turn. See OneShotBlock::pushed().
 constexpr int kInboxes = 2;
@@ -76,10 +75,16 @@ struct DeviceLayout {
   uint32_t min_chunk_bytes;  // Least size of a chunk in a launch of more than one.
   uint32_t inbox_bytes;      // Data that an inbox has room for; a multiple of 64.
   uint32_t push_limit;       // Largest tensor whose one-shot all-reduce pushes words, in bytes.
+  // Whether reductions of 16 or 64 bits over two ranks keep as many loads in flight as those over
+  // four. Not measured.
+  bool wide_loads = false;
 
+  // Slots per ring mailbox. With ring_schedule()'s lag of one slot less, rank 0 takes as many
+  // chunks as there are ranks before it waits for the first result, the time that this one needs.
+  PK_HOST_DEVICE int ring_depth() const { return ranks < 8 ? ranks + 1 : 8; }
   PK_HOST_DEVICE size_t staging_stride() const {
     return size_t{kDeviceInputSets + kDeviceResultSets} * set_bytes +
-           size_t{2 * kDeviceRingDepth} * slot_bytes;
+           size_t{2} * ring_depth() * slot_bytes;
   }
   PK_HOST_DEVICE size_t cells() const {
     return sizeof(DeviceControl) + blocks * sizeof(DeviceBlockState);
@@ -126,10 +131,10 @@ struct DeviceLayout {
   }
   PK_HOST_DEVICE std::byte* reduce_mailbox(std::byte* memory, int block, uint64_t chunk) const {
     return staging(memory, block) + size_t{kDeviceInputSets + kDeviceResultSets} * set_bytes +
-           chunk % kDeviceRingDepth * slot_bytes;
+           chunk % ring_depth() * slot_bytes;
   }
   PK_HOST_DEVICE std::byte* gather_mailbox(std::byte* memory, int block, uint64_t chunk) const {
-    return reduce_mailbox(memory, block, chunk) + size_t{kDeviceRingDepth} * slot_bytes;
+    return reduce_mailbox(memory, block, chunk) + size_t{1} * ring_depth() * slot_bytes;
   }
 
  private:

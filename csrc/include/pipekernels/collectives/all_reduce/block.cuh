@@ -2,7 +2,7 @@
 // (see block_collective.h).
 //
 // The protocols are those of csrc/cpu/collectives/all_reduce/ and ring_schedule.h, which also show
-// why two sets of inputs, three sets of results and kDeviceRingDepth slots suffice. Here they hold
+// why two sets of inputs, three sets of results and ring_depth() slots suffice. Here they hold
 // between the blocks of the same index on all ranks.
 #pragma once
 
@@ -53,7 +53,7 @@ class AllReduceBlock {
   template <class Store>
   PK_HOST_DEVICE PK_FORCE_INLINE void reduce(const ChunkRange& range, Store store) {
     reduce_block<Type, order>(team_, team_.shared().source, terms_, range.count * kSize, reduction_,
-                              nullptr, store);
+                              nullptr, collective_.launch().ranks.layout.wide_loads, store);
   }
 
   BlockCollective<Team>& collective_;

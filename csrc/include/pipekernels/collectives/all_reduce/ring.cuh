@@ -57,7 +57,7 @@ class RingBlock : public AllReduceBlock<Order::kRank, Type, Team> {
       if (passes_on) collective_.send_gathered(next, number);
       return true;
     };
-    const size_t lag = terms_ < kDeviceRingDepth - 1 ? terms_ : kDeviceRingDepth - 1;
+    const size_t lag = collective_.launch().ranks.layout.ring_depth() - 1;
     if (!ring_schedule(rounds_, lag, reduce_step, gather_step)) return false;
     collective_.finish_chunks(rounds_);
     collective_.signal();

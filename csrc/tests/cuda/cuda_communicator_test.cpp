@@ -1,5 +1,6 @@
 // The host code of CUDA communicators, on the fake CUDA runtime of CPU threads: set-up, launches,
-// graphs, symmetric memory. Failures and shutdown are in cuda_failures_test.cpp.
+// graphs, growth of symmetric memory. Its reuse is in cuda_heap_test.cpp, failures and shutdown are
+// in cuda_failures_test.cpp.
 
 #include <atomic>
 #include <filesystem>
@@ -332,91 +333,6 @@ void free_memory_meanwhile(Communicator& core) {
   other.join();
 }
 
-// A block released in one stream can be used in another, ordered after the first use; also in one
-// that has got the handle of the first, which was destroyed.
-void reuse_memory(Communicator& core, bool same_handle) {
-  Rank rank(core);
-  std::atomic<bool> ended{false};
-  float* first = nullptr;
-  {
-    const auto buffer = rank.allocate(kHeap / sizeof(float), rank.stream);
-    first = floats(*buffer);
-    rank.stream->push([&ended] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      ended = true;
-    });
-  }
-  if (same_handle) rank.stream->make_anew();
-  Stream* const other = same_handle ? rank.stream : fake_cuda::make_stream();
-  const auto buffer = rank.allocate(kHeap / sizeof(float), other);
-  CHECK(buffer != nullptr && floats(*buffer) == first);
-  other->push([&ended] { CHECK(ended); });
-  other->drain();
-}
-
-// A block may have been used by a collective in another stream than its own.
-void reuse_memory_of_other_streams(Communicator& core) {
-  Rank rank(core);
-  Stream* const other = fake_cuda::make_stream();
-  constexpr size_t count = kHeap / sizeof(float);
-  float* first = nullptr;
-  {
-    const auto buffer = rank.allocate(count, rank.stream);
-    first = floats(*buffer);
-    if (rank.number() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    rank.all_reduce_in(other, first + 100, 50, Algorithm::kTwoShot);
-    other->push([first] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      first[7] = 1;
-    });
-  }
-  {
-    const auto buffer = rank.allocate(count, rank.stream);
-    CHECK(buffer != nullptr && floats(*buffer) == first);
-    rank.stream->push([first] { first[7] = 2; });
-    rank.stream->drain();
-    other->drain();
-    CHECK(first[7] == 2);
-  }
-  // While a graph is captured, its stream cannot wait.
-  rank.allocate(1, other).reset();
-  rank.stream->begin_capture();
-  const std::string told = thrown<std::runtime_error>([&] { rank.allocate(1, rank.stream); });
-  CHECK(has(told, "allocate symmetric tensors before the capture"));
-  rank.stream->end_capture();
-  other->begin_capture();
-  CHECK(rank.allocate(count, rank.stream) != nullptr);
-  other->end_capture();
-}
-
-// A graph may use what it has captured at any time.
-void keep_captured_memory(Communicator& core) {
-  Rank rank(core);
-  constexpr size_t count = kHeap / sizeof(float) / 2;
-  float* first = nullptr;
-  std::vector<fake_cuda::Task> graph;
-  {
-    const auto buffer = rank.allocate(count, rank.stream);
-    first = floats(*buffer);
-    rank.stream->begin_capture();
-    rank.all_reduce(first, 50);
-    graph = rank.stream->end_capture();
-  }
-  for (int i = 0; i < 3; ++i) {
-    const auto buffer = rank.allocate(count, rank.stream);
-    CHECK(buffer != nullptr && floats(*buffer) != first);
-    rank.stream->begin_capture();  // Released while a graph is captured in its stream.
-    if (i == 2) continue;
-    rank.stream->end_capture();
-  }
-  rank.stream->end_capture();
-  CHECK(rank.allocate(count, rank.stream) == nullptr);
-  std::fill(first, first + 50, 1.0f);
-  for (const auto& task : graph) rank.stream->push(task);
-  rank.stream->drain();
-  CHECK(all_are(first, 50, static_cast<float>(rank.cuda.world_size())));
-}
-
 // ---- set-up
 void fail_set_up(Communicator& core) {
   auto& device = fake_cuda::device();
@@ -465,11 +381,6 @@ void test_threads() {
   fake_cuda::device_pointer().reset();
   run_threads(3, load_kernels_late);
   run_threads(3, free_memory_meanwhile);
-  for (const bool same_handle : {false, true}) {
-    run_threads(1, [&](Communicator& core) { reuse_memory(core, same_handle); });
-  }
-  run_threads(2, reuse_memory_of_other_streams);
-  run_threads(2, keep_captured_memory);
   run_threads_twice(3, share_heap);
   for (const int n : {1, 3}) run_threads_twice(n, grow);
   // No memory, file descriptor or watcher thread is left.
