@@ -109,7 +109,7 @@ void bind_cuda_collectives(py::module_& m) {
       .def_property_readonly("broken_links", &CudaCommunicator::broken_links)
       .def_property_readonly("has_slow_links", &CudaCommunicator::has_slow_links)
       .def("check", &CudaCommunicator::check, WithoutGil())
-      .def("tune", &CudaCommunicator::tune, WithoutGil())
+      .def("set_wide_loads", &CudaCommunicator::set_wide_loads)
       .def("synchronize", &CudaCommunicator::synchronize, WithoutGil())
       .def("close", &CudaCommunicator::close, py::arg("abort"), WithoutGil());
 }

@@ -19,7 +19,6 @@ namespace {
 
 constexpr uint32_t kSetBytes = 128 << 10;
 constexpr uint32_t kSlotBytes = 64 << 10;
-constexpr uint32_t kLeastSlotBytes = 4 << 10;  // Room for the partial results of 32 ranks.
 constexpr uint32_t kMinChunkBytes = 16 << 10;  // Smallest chunk: two 16-byte packs per thread.
 constexpr uint32_t kInboxBytes = 4 << 10;      // Four words of data for each thread.
 
@@ -216,18 +215,6 @@ void CudaCommunicator::share_memory(size_t symmetric_bytes) {
     }
   });
   exchange(outcome, all);
-}
-
-void CudaCommunicator::tune(bool wide_loads, uint32_t slot_bytes) {
-  if (slot_bytes < kLeastSlotBytes || slot_bytes > kSlotBytes || slot_bytes % 128 != 0) {
-    throw std::invalid_argument("slot_bytes must be a multiple of 128 from " +
-                                std::to_string(kLeastSlotBytes) + " to " +
-                                std::to_string(kSlotBytes) + ", got " + std::to_string(slot_bytes));
-  }
-  const auto hold = lock();
-  require_usable();
-  ranks_.layout.wide_loads = wide_loads;
-  ranks_.layout.slot_bytes = slot_bytes;
 }
 
 // In the default stream, with nothing else of this rank.

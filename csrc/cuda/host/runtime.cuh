@@ -82,12 +82,6 @@ class IndependentOfCaptures {
 
 inline cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
 
-inline bool is_capturing(void* stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream_of(stream), &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
-}
-
 // The number of the capture that `stream` is part of, if any.
 inline std::optional<unsigned long long> capture_of(void* stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -97,5 +91,7 @@ inline std::optional<unsigned long long> capture_of(void* stream) {
   if (status == cudaStreamCaptureStatusNone) return std::nullopt;
   return number;
 }
+
+inline bool is_capturing(void* stream) { return capture_of(stream).has_value(); }
 
 }  // namespace pipekernels

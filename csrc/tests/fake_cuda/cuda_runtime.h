@@ -319,15 +319,12 @@ inline cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void** arg
   return cudaSuccess;
 }
 
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  const bool capturing = fake_cuda::device().stream(stream).is_capturing();
-  *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status,
                                             unsigned long long* number) {
-  *number = fake_cuda::device().stream(stream).capture;
-  return cudaStreamIsCapturing(stream, status);
+  const auto& stream = fake_cuda::device().stream(handle);
+  *status = stream.is_capturing() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *number = stream.capture;
+  return cudaSuccess;
 }
 inline cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
   *id = fake_cuda::device().stream(stream).id;

@@ -186,9 +186,8 @@ class CudaCommunicator {
   void check();
   // Waits until the last collective of this rank that was not captured has ended; then check().
   void synchronize();
-  // For measurements: sets DeviceLayout::wide_loads, and lets rings use less of their slots. To be
-  // called alike on all ranks, while none of them runs a collective.
-  void tune(bool wide_loads, uint32_t slot_bytes);
+  // DeviceLayout::wide_loads of later launches, for measurements.
+  void set_wide_loads(bool wide) { ranks_.layout.wide_loads = wide; }
 
   // Launches `kernel`, which takes a DeviceLaunch, ordered after this rank's earlier collectives.
   void launch(const void* kernel, const DeviceLaunch& launch, const CudaCaller& caller);
