@@ -37,7 +37,7 @@ WIDTH = 4096
 ROWS = (256, 2048)  # of a microbatch
 LONGER = 1.5  # times as long as its copy, the compute on a microbatch
 PRODUCTS = 16  # in a row, of which one's time is taken: launches of later ones cost nothing
-HAND_OVERS = 20  # in a sample
+TRANSFERS = 20  # in a sample
 HOST = torch.device("cpu")
 APART = ("copies", "compute", "both")
 GPU = {
@@ -189,9 +189,9 @@ def of_host(count: int, target: torch.device) -> dict[str, Callable[[], float]]:
         def turn() -> float:
             synchronize(target)
             begin = time.perf_counter()
-            for _ in range(HAND_OVERS):
+            for _ in range(TRANSFERS):
                 transfer()
-            seconds = (time.perf_counter() - begin) / HAND_OVERS
+            seconds = (time.perf_counter() - begin) / TRANSFERS
             synchronize(target)
             return seconds
 

@@ -253,8 +253,8 @@ class Collectives:
     def output(self, shape: Iterable[int], like: Tensor) -> Tensor:
         """As :meth:`empty`, of the dtype and on the device of ``like``; for results.
 
-        On CUDA an ordinary tensor if there is no room. While a graph is captured, the memory is
-        the graph's, and is used again only for other results of the same capture.
+        On CUDA an ordinary tensor if symmetric memory is used up. Memory that a result gets while a
+        graph is captured is the graph's, and is reused only by results of the same capture.
 
         Raises:
             ValueError: ``like`` is on a device that this rank does not use.

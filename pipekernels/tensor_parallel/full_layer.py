@@ -24,16 +24,16 @@ _CLASSES_OF_TRANSFORMERS = {
 
 def linear_classes() -> tuple[type[nn.Module], ...]:
     """The classes of layers that can be sharded: ``nn.Linear``, ``Conv1D``, ``FalconLinear``."""
-    loaded = [(sys.modules.get(name), own) for name, own in _CLASSES_OF_TRANSFORMERS.items()]
-    return nn.Linear, *(getattr(module, own) for module, own in loaded if module is not None)
+    loaded = [(sys.modules.get(name), cls) for name, cls in _CLASSES_OF_TRANSFORMERS.items()]
+    return nn.Linear, *(getattr(module, cls) for module, cls in loaded if module is not None)
 
 
 def is_embedding(module: nn.Module) -> bool:
     """Whether ``module`` is an ``nn.Embedding``, perhaps with a scale, that can be sharded. Models
     may have other classes, which use more than the rows that they look up."""
-    own = type(module)
-    is_scaled = issubclass(own, nn.Embedding) and own.__name__.endswith("ScaledWordEmbedding")
-    return own is nn.Embedding or (is_scaled and own.__module__.startswith("transformers."))
+    cls = type(module)
+    is_scaled = issubclass(cls, nn.Embedding) and cls.__name__.endswith("ScaledWordEmbedding")
+    return cls is nn.Embedding or (is_scaled and cls.__module__.startswith("transformers."))
 
 
 def features_of(linear: Any) -> tuple[int, int]:
