@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import pipes
+from support import LIMIT, pipes
 from support.ranks import run_in_group, run_processes
 
 from pipekernels import _backend
@@ -48,7 +48,9 @@ def _cuda_device() -> torch.device:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order and group tests for pytest-xdist, if it is there."""
+    """Limit all tests; order and group them for pytest-xdist, if it is there."""
+    for item in items:
+        item.add_marker(pytest.mark.timeout(LIMIT))
     if config.pluginmanager.hasplugin("xdist"):
         ranks = {stem: rank for rank, stem in enumerate(FILES_OF_ONE_WORKER)}
         items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))

@@ -116,7 +116,6 @@ def test_a_win_is_ahead_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [name for name in registry.CPU if name != "collectives"])
 def test_every_program_runs_and_its_table_is_made(name: str) -> None:
     module = registry.find(name)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support import TIMEOUT
 from support.programs import python
 from support.ranks import leakable_resources, on, on_ranks, run_processes, run_threads
 from support.sweeps.collectives import differ
@@ -73,7 +74,7 @@ def lose_a_rank(comm: Communicator, device: torch.device, folder: Path, seed: in
             comm.broadcast(x)
             comm.barrier()
     killed = float((folder / "killed").read_text())
-    assert time.monotonic() - killed < 10  # Well before the timeout of 30 s.
+    assert time.monotonic() - killed < TIMEOUT / 2  # Well before the timeout.
     assert caught.value.rank == victim
     del caught  # Its traceback holds the tensors.
     with pytest.raises(PeerError, match="cannot be used after a failure.*make a new one"):
@@ -163,7 +164,7 @@ def test_control_c_ends_a_wait(comm: Communicator) -> None:
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             comm.barrier()
-        assert 0.1 < time.monotonic() - started < 10
+        assert 0.1 < time.monotonic() - started < TIMEOUT / 2
         with pytest.raises(RuntimeError, match="a call was interrupted"):
             comm.barrier()
         dist.barrier()

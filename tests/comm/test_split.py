@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import TIMEOUT
 from support.ranks import (
     leakable_resources,
     on,
@@ -162,7 +163,7 @@ def test_forked_children_of_ranks_make_a_new_communicator(
         try:
             comm.close()
             store = dist.FileStore(str(tmp_path / "store"), 2)
-            with Communicator.from_store(store, comm.rank, 2, timeout=20.0) as own:
+            with Communicator.from_store(store, comm.rank, 2, timeout=TIMEOUT) as own:
                 status = 0 if own.all_reduce(torch.ones(1)).item() == 2 else 2
         finally:
             os._exit(status)

@@ -163,7 +163,7 @@ def last_line(tree: Path, *command: str, **environment: str) -> str:
     pytest.importorskip("setuptools")
     inherited = {name: value for name, value in os.environ.items() if name not in UNSET}
     environment = inherited | {"MAX_JOBS": "1"} | environment
-    done = python(*command, code=1, timeout=None, cwd=tree, env=environment)
+    done = python(*command, code=1, cwd=tree, env=environment)
     assert "Traceback" not in done.stderr
     line = done.stderr.splitlines()[-1]
     assert line.startswith("pipekernels: the build has failed, the errors are above")

@@ -8,7 +8,7 @@ import pytest
 from support.emitted import build, rules
 from support.emitted.build import ARCHITECTURES, Emitted
 
-pytestmark = [pytest.mark.native, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.native]
 
 COLLECTIVES = build.CSRC / "cuda" / "collectives"
 WRONG = Path(build.__file__).with_name("wrong.cu")
@@ -104,7 +104,6 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Emitted]]:
     build.run(
         build.compiler(), "-std=c++17", "-O3", "-c", WRONG, "-o", folder / "wrong.cu.o",
         *(f"-gencode=arch=compute_{n},code=[compute_{n},sm_{n}]" for n in generations),
-        timeout=None,
     )  # fmt: skip
     found: dict[str, list[Emitted]] = {}
     for kernel in build.read([folder / "wrong.cu.o"], folder):

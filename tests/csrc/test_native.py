@@ -42,7 +42,7 @@ def build(
     definitions = [f"-D{name}={value}" for name, value in options.items()]
     environment = os.environ | ({"CXX": compiler} if compiler else {})
     jobs, source = str(len(os.sched_getaffinity(0))), ROOT / "csrc"
-    cmake = functools.partial(run, tool("cmake"), timeout=None)
+    cmake = functools.partial(run, tool("cmake"))
     cmake("-G", "Ninja", "-S", source, "-B", folder, *definitions, env=environment)
     cmake("--build", folder, "-j", jobs, "--target", *targets)
 
@@ -66,7 +66,6 @@ KERNEL_TESTS = (
 
 # In the gate each test runs under the sanitizer that can find something in it: races of protocols,
 # wrong addresses of kernels.
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("sanitizers", "tests"),
     [
@@ -83,12 +82,11 @@ def test_cpp_tests_under(sanitizers: str, tests: tuple[str, ...]) -> None:
         return
     build(folder, targets=tests or ("all",), PIPEKERNELS_SANITIZE=sanitizers)
     selected = ["-R", f"^({'|'.join(tests)})$"] if tests else []
-    run(tool("ctest"), "--test-dir", folder, "--output-on-failure", "-j2", *selected, timeout=None)
+    run(tool("ctest"), "--test-dir", folder, "--output-on-failure", "-j2", *selected)
     passed.write_text(state)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 def test_code_for_other_processors_than_x86() -> None:
     """Casts, sums and products are the same without its instruction sets."""
     folder = ROOT / "build" / "native-portable"
@@ -96,11 +94,10 @@ def test_code_for_other_processors_than_x86() -> None:
     build(folder, targets=targets, PIPEKERNELS_PORTABLE="ON", CMAKE_BUILD_TYPE="Debug")
     for target in targets:
         assert b"_avx2" not in (folder / target).read_bytes()  # In the names of functions.
-        run(folder / target, timeout=None)
+        run(folder / target)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "compiler", ["g++-11", "g++-12", "g++-13", "g++-14", "clang++", "aarch64-linux-gnu-g++"]
 )

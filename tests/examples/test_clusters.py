@@ -46,7 +46,7 @@ def test_the_slurm_script_on_two_pretended_hosts(tmp_path: Path) -> None:
     }  # fmt: skip
     done = subprocess.run(
         ["bash", SLURM, "--steps", "3"], cwd=ROOT, env=os.environ | environment,
-        check=False, capture_output=True, text=True, timeout=110,
+        check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 ranks on 2 hosts, 2 on each" in done.stdout

@@ -81,7 +81,7 @@ def test_train_pipeline_tensor_as_a_user_starts_it() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
     done = subprocess.run(
         [*command, "--steps", "5"],
-        cwd=ROOT, check=False, capture_output=True, text=True, timeout=100,
+        cwd=ROOT, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert_losses_fall(done.stdout)

@@ -95,7 +95,6 @@ def test_prefix_tuning_is_refused() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(16))
 def test_families_are_sharded_right_or_refused(part: int) -> None:
     """All of transformers, as docs/families.md lists them."""

@@ -121,7 +121,6 @@ def test_errors_state_value_limit_and_remedy() -> None:
 
 @pytest.mark.compile
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("level", ["not full", pytest.param("full", marks=pytest.mark.full)])
 def test_the_kernel_in_the_interpreter(level: str) -> None:
     run_interpreted("interpreted_gemm.py", level)

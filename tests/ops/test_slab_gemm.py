@@ -13,7 +13,6 @@ from pipekernels.ops.slab_gemm import slab_gemm
 
 @pytest.mark.compile
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("level", ["not full", pytest.param("full", marks=pytest.mark.full)])
 def test_the_kernel_in_the_interpreter(level: str) -> None:
     run_interpreted("interpreted_slabs.py", level)

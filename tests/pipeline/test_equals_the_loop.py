@@ -12,7 +12,7 @@ from support.levels import pairwise
 from support.loops import WAYS, Loop, cut, lanes_for, loss_of, results
 from support.pipe_models import CHUNKS, MODELS, Model
 from support.ranks import run_processes
-from support.spmd_cases import LIMIT, line, run
+from support.spmd_cases import line, run
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -112,4 +112,4 @@ def on_rank(comm: Communicator) -> None:
 
 @pytest.mark.processes
 def test_stages_on_a_process_each_have_the_bits_of_the_loop() -> None:
-    run_processes(4, on_rank, limit=LIMIT)
+    run_processes(4, on_rank)

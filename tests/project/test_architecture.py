@@ -257,4 +257,4 @@ def test_import_needs_no_triton_and_touches_no_gpu() -> None:
         "import sys, torch; sys.modules['triton'] = None; import pipekernels; "
         "assert not torch.cuda.is_initialized()"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True)

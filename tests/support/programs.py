@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,10 @@ OF_TESTS = {str(Path(__file__).parents[level]) for level in (1, 2)}
 
 
 def run(
-    *command: str | Path, code: int | None = 0, timeout: float | None = 100, **options: Any
+    *command: str | Path, code: int | None = 0, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Fails with what the command prints unless it ends with ``code``, if that is not None."""
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=timeout, **options
-    )
+    done = subprocess.run(command, check=False, capture_output=True, text=True, **options)
     assert code in (None, done.returncode), f"{command}: {done.stdout}{done.stderr}"
     return done
 
@@ -41,9 +38,7 @@ def python(*arguments: str | Path, **options: Any) -> subprocess.CompletedProces
     return run(sys.executable, *arguments, **options)
 
 
-def run_program(
-    path: Path, *arguments: str, folder: Path, ranks: int | None = None, limit: float = 100.0
-) -> str:
+def run_program(path: Path, *arguments: str, folder: Path, ranks: int | None = None) -> str:
     """Run a program and return what all its processes print, in rank order.
 
     Args:
@@ -52,7 +47,6 @@ def run_program(
         folder: the current folder of the processes.
         ranks: the number of processes, with the environment that torchrun would give them; if None,
             one process, as ``python`` would start it.
-        limit: seconds after which processes that still run are killed.
 
     As under torchrun, all processes are killed when one fails. Fails with the output of all of them
     unless all exit with 0.
@@ -67,15 +61,12 @@ def run_program(
                 environment |= _set_by_torchrun(rank, ranks, store.port)
             job = (str(path), arguments, folder, environment, files)
             processes.append(context_of("forkserver").Process(target=_run, args=job))
-        deadline = time.monotonic() + limit
         try:
             for process in processes:
                 process.start()
             running = {process.sentinel: process for process in processes}
             while running and not any(process.exitcode for process in processes):
-                ended = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
-                if not ended:
-                    break
+                ended = wait(list(running))
                 for sentinel in ended:
                     running.pop(sentinel).join()
         finally:

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipekernels import Communicator, execute_pipeline
 
-LIMIT = 100.0
 WIDTH = 6
 exactly = {"rtol": 0.0, "atol": 1e-10}
 

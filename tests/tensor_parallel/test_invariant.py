@@ -129,7 +129,6 @@ def whole_model(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("name", "dtype", "ranks"),
     in_gate(

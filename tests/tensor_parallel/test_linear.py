@@ -275,10 +275,9 @@ def check_captured(module: nn.Module, x: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.compile
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "backend", ["", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
 )
 def test_processes(backend: str, device: torch.device) -> None:
-    first, second = run_processes(2, mlp_on_rank, backend, device.type, limit=110.0)
+    first, second = run_processes(2, mlp_on_rank, backend, device.type)
     assert first == second  # The same bits on all ranks.

@@ -13,7 +13,6 @@ SOURCE = Path(__file__).parents[1] / "support" / "cuda" / "stub_driver.c"
 
 @pytest.mark.compile
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("level", ["not full", pytest.param("full", marks=pytest.mark.full)])
 def test_all_launches_keep_the_drivers_rules(level: str, tmp_path: Path) -> None:
     triton = find_spec("triton")
@@ -26,6 +25,6 @@ def test_all_launches_keep_the_drivers_rules(level: str, tmp_path: Path) -> None
     run(compiler, *options, SOURCE, f"-Wl,-soname,{name}", "-o", tmp_path / name)
     folder = str(tmp_path)
     run_apart(
-        "launched.py", level, 880, TRITON_LIBCUDA_PATH=folder, LD_LIBRARY_PATH=folder,
+        "launched.py", level, TRITON_LIBCUDA_PATH=folder, LD_LIBRARY_PATH=folder,
         TRITON_CACHE_DIR=str(tmp_path / "cache"),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import TIMEOUT
 from support.ranks import leakable_resources, on_ranks
 
 from pipekernels import Communicator, PeerError
@@ -57,20 +58,20 @@ def test_a_malformed_message_is_an_error(payload: bytes) -> None:
     store = dist.HashStore()
     store.set("pipekernels/2/1/1/1", payload)  # As rank 1, in the first of its exchanges.
     with pytest.raises(RuntimeError, match="rank 1 sent .* cannot be read .*same version"):
-        Communicator.from_store(store, 0, 2, timeout=20.0)
+        Communicator.from_store(store, 0, 2, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("world_size", [0, 2**16 + 1, 2**31])
 def test_a_number_of_ranks_that_cannot_be_is_refused_at_once(world_size: int) -> None:
     with pytest.raises(ValueError, match=rf"world_size must be in 1..65536, got {world_size}"):
-        Communicator.from_store(dist.HashStore(), 0, world_size, timeout=60.0)
+        Communicator.from_store(dist.HashStore(), 0, world_size, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("form", [bytes, bytes.hex])
 def test_nothing_in_a_store_is_unpickled(form: Callable[[bytes], Any], tmp_path: Path) -> None:
     store = dist.HashStore()
     store.set("pipekernels/2/1/1/1", form(pickle.dumps(Bomb(tmp_path / "exploded"))))
-    ranks = rendezvous.over_store(store, 0, 2, Deadline(20.0))
+    ranks = rendezvous.over_store(store, 0, 2, Deadline(TIMEOUT))
     with pytest.raises(RuntimeError, match="rank 1 sent .* cannot be read"):
         ranks.all_gather("", str)
     assert not (tmp_path / "exploded").exists()
@@ -91,7 +92,7 @@ def test_a_store_serves_several_communicators(alone: Communicator, tmp_path: Pat
     with Communicator.from_store(store, 0, 1):  # One rank of one: joins no others.
         pass
     for _ in range(3):
-        with Communicator.from_store(store, alone.rank, 3, timeout=20.0) as comm:
+        with Communicator.from_store(store, alone.rank, 3, timeout=TIMEOUT) as comm:
             assert comm.all_reduce(torch.tensor([10.0**comm.rank])).item() == 111
 
 
@@ -126,11 +127,11 @@ def test_a_silent_stranger_does_not_delay_members() -> None:
             status = 1
             try:
                 first = bootstrap._Process((), os.getppid(), listener.getsockname().decode())
-                os.close(bootstrap._receive(first, 0, Deadline(20.0)))
+                os.close(bootstrap._receive(first, 0, Deadline(TIMEOUT)))
                 status = 0
             finally:
                 os._exit(status)
-        os.close(bootstrap._hand_out(listener, {child: 1}, Deadline(20.0)))
+        os.close(bootstrap._hand_out(listener, {child: 1}, Deadline(TIMEOUT)))
         assert os.waitpid(child, 0)[1] == 0
 
 
@@ -156,9 +157,9 @@ def test_a_rank_waits_while_others_fill_the_listen_queue() -> None:
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        os.close(bootstrap._receive(first, 7, Deadline(20.0)))
+        os.close(bootstrap._receive(first, 7, Deadline(TIMEOUT)))
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
+        thread.join()
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aab", "abb"])
@@ -177,7 +178,6 @@ def test_a_rank_that_dies_while_it_joins_is_named_within_the_timeout(
     seconds = time.monotonic() - began
     if hosts[alone.rank] == hosts[2]:  # Seen at once by the ranks of its host.
         assert str(caught.value) == "rank 2 has died before the communicator was made"
-        assert seconds < 4
     else:
         assert "rank(s) 2 did not join within " in str(caught.value)
         assert seconds < 11  # A timeout per wait instead of one in all would take 12 or 18 s.

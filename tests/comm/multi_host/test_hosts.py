@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import TIMEOUT
 from support.levels import in_gate
 from support.ranks import as_test, leakable_resources, leaves_the_group, picklable, run_processes
 from support.sweeps.collectives import Call, make
@@ -100,7 +101,7 @@ def test_same_bits_on_all_ranks(dtype: torch.dtype) -> None:
 @on_hosts("abab")
 def test_symmetric_tensors_layers_and_operations(comm: Communicator) -> None:
     assert Communicator.from_handle(comm.handle) is comm
-    assert (comm.world_size, comm.timeout) == (4, 30.0)
+    assert (comm.world_size, comm.timeout) == (4, TIMEOUT)
     x = torch.ones(3)
     with torch.device("meta"):  # The default device must not affect the communicator.
         assert comm.all_reduce(x).cpu().tolist() == [4.0] * 3
@@ -170,8 +171,7 @@ def test_close_leaks_nothing(comm: Communicator) -> None:
         assert x.eq(4).all()  # Its memory stays valid after close().
         del x
         assert leakable_resources() == before
-        deadline = time.monotonic() + 20  # Gloo closes its sockets on another thread.
-        while descriptors() > open_before and time.monotonic() < deadline:
+        while descriptors() > open_before:  # Gloo closes its sockets on another thread.
             time.sleep(0.01)
         assert descriptors() == open_before
     comm.barrier()
@@ -213,7 +213,7 @@ def lose_a_rank(comm: Communicator, layout: str, victim: int) -> None:
     with pytest.raises(PeerError) as caught:
         while True:
             assert comm.all_reduce(x.fill_(1)).eq(comm.world_size).all()
-    assert time.monotonic() - started < 20  # Well before the timeout of 60 s.
+    assert time.monotonic() - started < TIMEOUT / 2  # Well before the timeout.
     message, culprit = str(caught.value), caught.value.rank
     del caught  # Its traceback holds tensors.
     with pytest.raises(PeerError, match="cannot be used after a failure.*make a new one"):
@@ -234,7 +234,7 @@ def lose_a_rank(comm: Communicator, layout: str, victim: int) -> None:
 
 @pytest.mark.parametrize(("layout", "victim"), [("aabb", 3), ("aabb", 0), ("aaab", 3)])
 def test_a_killed_rank_is_noticed_on_all_hosts(layout: str, victim: int) -> None:
-    run_hosts(layout, lose_a_rank, layout, victim, killed=(victim,), timeout=60.0)
+    run_hosts(layout, lose_a_rank, layout, victim, killed=(victim,))
 
 
 @on_hosts("aabb", timeout=2.0)
@@ -282,7 +282,7 @@ def test_a_wait_for_another_host_can_be_interrupted(comm: Communicator, by_signa
     threading.Thread(target=give_up, daemon=True).start()
     with pytest.raises(KeyboardInterrupt if by_signal else RuntimeError):
         comm.barrier()
-    assert time.monotonic() - started < 20  # Not the timeout of 30 s.
+    assert time.monotonic() - started < TIMEOUT / 2  # Not the timeout.
     shared_store().set("0 has given up", "")
     with pytest.raises(RuntimeError, match="make a new one"):
         comm.barrier()

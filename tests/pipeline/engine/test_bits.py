@@ -48,7 +48,6 @@ def test_a_recomputation_with_another_graph_is_an_error(execution: str) -> None:
 @pytest.mark.parametrize(
     "seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.full)], ids=str
 )
-@pytest.mark.timeout(900)
 def test_random_layers(seeds: range) -> None:
     """Views, strides, several tensors: see :mod:`support.sweeps.pipes`."""
     assert [text for seed in seeds if (text := differs(seed)) is not None] == []

@@ -192,6 +192,6 @@ def test_a_pipe_within_a_pipe() -> None:
     runs: list[list[torch.Tensor]] = []
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(timeout=60)  # Both pipes use one lock; this must not deadlock.
+    thread.join()  # Both pipes use one lock; this must not deadlock.
     assert len(runs) == 8
     torch.testing.assert_close(runs, [runs[0]] * 8, rtol=0, atol=0)

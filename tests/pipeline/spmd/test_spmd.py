@@ -15,7 +15,6 @@ import torch.distributed as dist
 from support.function_layer import FunctionLayer
 from support.ranks import run_processes
 from support.spmd_cases import (
-    LIMIT,
     WIDTH,
     assert_equals_sequential,
     assert_same_grads,
@@ -255,4 +254,4 @@ def compiled_program(comm: Communicator) -> None:
     ],
 )
 def test_on_ranks(body: Callable[[Communicator], None], world_size: int) -> None:
-    run_processes(world_size, body, limit=LIMIT)
+    run_processes(world_size, body)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_processes
-from support.spmd_cases import LIMIT, WIDTH, line, randn, run
+from support.spmd_cases import WIDTH, line, randn, run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -56,7 +56,7 @@ def failures(comm: Communicator, what: str) -> None:
 
 @pytest.mark.parametrize("what", [*FAILURES, "dies"])
 def test_a_stage_that_fails_is_an_error_on_the_others_when_it_ends(what: str) -> None:
-    run_processes(3, failures, what, limit=LIMIT, killed=(1,) if what == "dies" else ())
+    run_processes(3, failures, what, killed=(1,) if what == "dies" else ())
 
 
 def different_counts(comm: Communicator) -> None:
@@ -110,4 +110,4 @@ def bad_arguments(comm: Communicator) -> None:
 
 @pytest.mark.parametrize(("body", "world_size"), [(different_counts, 3), (bad_arguments, 2)])
 def test_on_ranks(body: Callable[[Communicator], None], world_size: int) -> None:
-    run_processes(world_size, body, limit=LIMIT)
+    run_processes(world_size, body)

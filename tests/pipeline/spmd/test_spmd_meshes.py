@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_processes
 from support.spmd_cases import (
-    LIMIT,
     WIDTH,
     assert_equal_on_all_ranks,
     assert_same_grads,
@@ -148,4 +147,4 @@ def random_numbers(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("body", [data_parallel, tensor_parallel, random_numbers])
 def test_on_ranks(body: Callable[[Communicator], None]) -> None:
-    run_processes(4, body, limit=LIMIT)
+    run_processes(4, body)

@@ -24,19 +24,19 @@ def skip_unless_it_works(launch: Callable[[], object]) -> None:
 
 
 def run_interpreted(file: str, level: str) -> None:
-    """:func:`run_apart` in the interpreter, in at most 280 seconds; skip if that does not work."""
-    run_apart(file, level, 280, TRITON_INTERPRET="1")
+    """:func:`run_apart` in the interpreter; skip if the interpreter does not work."""
+    run_apart(file, level, TRITON_INTERPRET="1")
 
 
-def run_apart(file: str, level: str, limit: float, **variables: str) -> None:
+def run_apart(file: str, level: str, **variables: str) -> None:
     """Run the tests in ``file`` of this folder that have the markers of ``level``, in a process
-    with these environment variables, in at most ``limit`` seconds."""
+    with these environment variables."""
     pytest.importorskip("triton", minversion="3.6")
     tests = FOLDER.parents[1]
     paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, **variables, "PYTHONPATH": ":".join(paths)}
     options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", level, file]
-    result = python(*options, code=None, timeout=limit, cwd=FOLDER, env=environment)
+    result = python(*options, code=None, cwd=FOLDER, env=environment)
     reason = re.search(r"SKIPPED .*: (.* does not work .*)", result.stdout)
     if result.returncode == 5 and reason:
         pytest.skip(reason[1])

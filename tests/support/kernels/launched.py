@@ -27,7 +27,7 @@ from support.cuda.host_time import python_calls
 from support.kernels import aot
 from support.levels import in_gate
 
-pytestmark = [pytest.mark.compile, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.compile]
 
 STUB = ctypes.CDLL("libcuda.so.1")
 STUB.stub_allow.argtypes = [ctypes.c_uint64, ctypes.c_uint64]

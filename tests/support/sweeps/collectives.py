@@ -55,7 +55,6 @@ CPU = torch.device("cpu")
 WORLD_SIZES = range(2, 9)
 ELEMENTS = 300_000
 BATCH = 200  # Cases that share a communicator.
-LIMITS: dict[str, Any] = {"timeout": 120.0, "limit": 600.0}
 
 # ---- one call ----
 
@@ -350,8 +349,8 @@ def sums(seed: int, cases: Sequence[int]) -> dict[str, Any]:
         for first in range(0, len(own), BATCH):
             print(f"sums on {n} ranks, {first} of {len(own)}", file=sys.stderr)
             calls = [Call.draw(seed * 1_000_000 + i, n) for i in own[first : first + BATCH]]
-            by_processes = run_processes(n, make_all, calls, **LIMITS)
-            by_threads = run_threads(n, lambda comm, calls=calls: make_all(comm, calls), **LIMITS)
+            by_processes = run_processes(n, make_all, calls)
+            by_threads = run_threads(n, lambda comm, calls=calls: make_all(comm, calls))
             assert by_processes == by_threads, "processes and threads give different bits"
             for call, *checksums in zip(calls, *by_processes, strict=True):
                 same = call.operation == "reduce_scatter" or len(set(checksums)) == 1
@@ -464,8 +463,8 @@ def mismatches(seed: int, cases: int) -> dict[str, Any]:
         AssertionError: a mismatch was not reported on all ranks.
     """
     first, second = range(0, cases, 2), range(1, cases, 2)
-    by_processes = run_processes(DIFFERING, differ, seed, first, **LIMITS)
-    by_threads = run_threads(DIFFERING, lambda comm: differ(comm, seed, second), **LIMITS)
+    by_processes = run_processes(DIFFERING, differ, seed, first)
+    by_threads = run_threads(DIFFERING, lambda comm: differ(comm, seed, second))
     for found in (by_processes, by_threads):
         assert len(set(found)) == 1, f"the ranks count different mismatches: {found}"
     reported = by_processes[0] + by_threads[0]

@@ -98,7 +98,7 @@ def share_of(family: str) -> str:
         except Exception:  # noqa: BLE001 - whatever the model raises where a size is None
             return "the default configuration makes no model"
         try:
-            run = partial(run_threads, RANKS, timeout=SECONDS_OF_SHARE, limit=SECONDS_OF_SHARE)
+            run = partial(run_threads, RANKS, timeout=SECONDS_OF_SHARE)
             share = run(lambda comm: share_held(models[comm.rank], comm))[0]
         except Exception as error:  # noqa: BLE001
             return str(error)
