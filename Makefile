@@ -3,9 +3,11 @@
 #
 #   make demo       train, generate and sum, beside what one would use instead
 #   make check      ruff, mypy and the quick tests: no processes, no compiler, in under a minute
-#   make test       the gate: pytest, and through it the C++ tests under the sanitizers where csrc has
-#                   changed (ARGS='-k pipe': some; ARGS='-n 0': in one process)
-#   make test-all   the gate, and what runs every night: all cases, compilers, and the oldest Triton
+#   make test       the gate (ARGS='-k pipe': some; ARGS='-n 0': in one process)
+#   make test-all   the gate, and what runs every night: all cases, compilers, the oldest Triton, and
+#                   make sanitize
+#   make sanitize   the C++ tests under ThreadSanitizer, then under AddressSanitizer and
+#                   UndefinedBehaviorSanitizer
 #   make oldest-triton
 #                   a Triton in build/, with which make test-all also compiles the Triton kernels
 #   make test-oldest, make test-newest
@@ -60,7 +62,7 @@ MODULES := $(shell find pipekernels -name '*.py') pipekernels_autoload.py
 PAGES := $(shell find docs examples -type f -not -path '*/__pycache__/*' -not -path 'docs/reference/objects/*') README.md CHANGELOG.md CONTRIBUTING.md
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
-.PHONY: demo check test test-all oldest-triton test-oldest test-newest test-cuda \
+.PHONY: demo check test test-all sanitize oldest-triton test-oldest test-newest test-cuda \
   test-cuda-build model soak bench peers lint docs cuda-check gpu-check bench-nccl wheel clean
 
 # Python compiles what it imports; all of torch at once would take half a minute.
@@ -133,7 +135,19 @@ test: $(TESTS)
 
 test-all: $(TESTS) $(OLDEST_TRITON)
 	$(SUITE) $(ARGS)
-	$(if $(ARGS),,$(MAKE) test-cuda-build)
+	$(if $(ARGS),,$(MAKE) sanitize test-cuda-build)
+
+# The portable kernels, as the sanitizers take minutes to compile those of all instruction sets.
+sanitize: $(TOOLS)
+	for sanitizers in thread address,undefined; do \
+	  folder=build/sanitize-$${sanitizers%,*}; \
+	  $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -S csrc -B $$folder \
+	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DPIPEKERNELS_SANITIZE=$$sanitizers \
+	    -DPIPEKERNELS_CUDA=0 -DPIPEKERNELS_PYTHON=OFF -DPIPEKERNELS_TESTS=ON \
+	    -DPIPEKERNELS_WERROR=ON -DPIPEKERNELS_PORTABLE=ON; \
+	  $(BIN)/cmake --build $$folder; \
+	  $(BIN)/ctest --test-dir $$folder --output-on-failure -j$(CORES); \
+	done
 
 oldest-triton: $(OLDEST_TRITON)
 

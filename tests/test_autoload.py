@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.levels import in_gate
 from support.programs import python
 from torch.torch_version import TorchVersion
 
@@ -77,17 +76,6 @@ print(dist.is_backend_available("pipekernels"), dist.Backend.default_device_back
 """
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-def test_import_torch_loads_one_small_module(run: Callable[..., str]) -> None:
-    loaded, registered = run(SHOW).splitlines()
-    assert loaded == "pipekernels_autoload"
-    assert registered.startswith("True")
-    for switch in ("PIPEKERNELS_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        off = run(SHOW, **{switch: "0"}).splitlines()
-        assert off[1] == registered.replace("True", "False")  # The devices' defaults are the same.
-
-
 SUM = """
 import torch, torch.distributed as dist
 dist.init_process_group("pipekernels", store=dist.HashStore(), rank=0, world_size=1)
@@ -97,35 +85,45 @@ print(tensor.tolist(), dist.group.WORLD.name(), dist.get_backend())
 dist.destroy_process_group()
 """
 SUMMED = "[1.0, 1.0] pipekernels pipekernels\n"
-# Imports of the package, also by torch while it is half imported itself, and calls once more.
-FIRST = [
-    "",
-    "import pipekernels",
-    "import pipekernels.distributed",
-    "import pipekernels.distributed, pipekernels_autoload; pipekernels_autoload.register()",
-]
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 @needs_torch_2_7
-@pytest.mark.parametrize("first", in_gate([FIRST[0], *FIRST[2:]], FIRST))
-def test_a_program_names_the_backend(first: str, run: Callable[..., str]) -> None:
-    """The import registers it where the entry point is off."""
-    off = {"PIPEKERNELS_AUTOLOAD": "0"} if first == FIRST[2] else {}
-    assert run(first + SUM, **off) == SUMMED
+def test_import_torch_loads_one_small_module_and_programs_name_the_backend(
+    run: Callable[..., str],
+) -> None:
+    """An import of the package registers the backend where the entry point is off."""
+    loaded, registered, *summed = run(SHOW + SUM).splitlines(keepends=True)
+    assert loaded == "pipekernels_autoload\n" and registered.startswith("True")
+    _, off, *summed_by_import = run(
+        SHOW + "import pipekernels.distributed" + SUM, PIPEKERNELS_AUTOLOAD="0"
+    ).splitlines(keepends=True)
+    assert off == registered.replace("True", "False")  # The devices' defaults are the same.
+    assert summed == summed_by_import == [SUMMED]
 
 
+# Imports of the package, also by torch while it is half imported itself, and calls once more.
+FIRST = [
+    "import pipekernels",
+    "import pipekernels.distributed, pipekernels_autoload; pipekernels_autoload.register()",
+]
+
+
+@pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.slow
+@needs_torch_2_7
+@pytest.mark.parametrize("first", FIRST)
+def test_the_package_may_be_imported_first(first: str, run: Callable[..., str]) -> None:
+    assert run(first + SUM) == SUMMED
+
+
+@pytest.mark.full
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "first, message",
     [
-        pytest.param(
-            "import torch; torch.__version__ = '2.6.0'",
-            "needs torch 2.7 or newer, this is 2.6.0",
-            marks=pytest.mark.full,
-        ),
+        ("import torch; torch.__version__ = '2.6.0'", "needs torch 2.7 or newer, this is 2.6.0"),
         ("import sys; sys.modules['pipekernels._C'] = None", "Build it with `pip install .`"),
     ],
     ids=["torch 2.6", "not built"],

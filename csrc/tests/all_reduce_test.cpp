@@ -387,7 +387,7 @@ void test_concurrent(Communicator& communicator) {
 // all_reduce_test [CALLS [ONE_IN]]: makes CALLS random calls. With ONE_IN, delays ranks randomly at
 // one in ONE_IN of the points where they synchronise, and omits the tests that measure time.
 int main(int argc, char** argv) {
-  const int calls = argc > 1 ? std::atoi(argv[1]) : 60;
+  const int calls = argc > 1 ? std::atoi(argv[1]) : 30;
   fuzz_one_in = argc > 2 ? std::atoi(argv[2]) : 0;
   const bool delayed = fuzz_one_in > 0;
   for (int world_size = 1; world_size <= 4; ++world_size) {

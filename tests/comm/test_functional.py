@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import reference
 from support.checks import assert_raises
+from support.levels import in_gate
 from support.ranks import on, on_ranks, run_processes, run_threads
 from torch import Tensor
 
@@ -204,7 +205,8 @@ def test_registration(requires_grad: bool, device: torch.device) -> None:
 
 
 @pytest.mark.compile
-def test_compiles_to_one_graph(device: torch.device) -> None:
+@pytest.mark.parametrize("backend", in_gate(["aot_eager"], ["aot_eager", "inductor"]))
+def test_compiles_to_one_graph(backend: str, device: torch.device) -> None:
     (comm,) = Communicator.threads(1)
 
     def everything(x: Tensor) -> Tensor:
@@ -214,7 +216,7 @@ def test_compiles_to_one_graph(device: torch.device) -> None:
         return ops.broadcast(tp.reduce_from_ranks(x, comm), comm)
 
     x = torch.randn(4, 3, dtype=torch.float64, device=device, requires_grad=True)
-    y = torch.compile(everything, fullgraph=True)(x)
+    y = torch.compile(everything, fullgraph=True, backend=backend)(x)
     (grad,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(y, x.sin())
     torch.testing.assert_close(grad, x.cos())
@@ -247,6 +249,7 @@ def compiled_twice(comm: Communicator) -> None:
         torch._dynamo.reset()  # The second iteration looks its graph up in the cache.
 
 
+@pytest.mark.full
 @pytest.mark.compile
 @pytest.mark.processes
 def test_ranks_do_not_share_cached_graphs(tmp_path: Path) -> None:

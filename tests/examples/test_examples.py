@@ -75,6 +75,7 @@ def test_generate_with_weights_of_a_folder(tmp_path: Path) -> None:
     assert "one process gives the same tokens" in printed
 
 
+@pytest.mark.full
 def test_train_pipeline_tensor_as_a_user_starts_it() -> None:
     starter, arguments = command_of("train_pipeline_tensor.py")
     assert starter == "torchrun"

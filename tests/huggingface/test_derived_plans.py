@@ -8,6 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from support.levels import in_gate
 from support.ranks import run_threads
 from support.sweeps import families
 
@@ -44,6 +45,7 @@ def test_fused_layers_are_found() -> None:
     assert derived.divided == {"transformer.h.*.attn": ("num_heads", "split_size")}
 
 
+@pytest.mark.full
 def test_norms_that_all_heads_share_are_summed() -> None:
     derived = derive(transformers.PersimmonForCausalLM, transformers.PersimmonConfig())
     own = {name.rpartition(".")[2]: kind for name, kind in derived.kinds.items()}
@@ -63,6 +65,7 @@ def test_layers_that_few_inputs_reach_are_sharded() -> None:
     assert "image_encoder.vision_model.encoder.layers.*.mlp.fc2" in rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "bias"),
     [
@@ -83,7 +86,7 @@ HYBRIDS = {
 }
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", in_gate(["FalconH1"], HYBRIDS))
 def test_state_space_models_have_copies_of_both_sizes(name: str) -> None:
     """Attention and MLPs are sharded by blocks, the mixers between them are not."""
     config = getattr(transformers, f"{name}Config")(**HYBRIDS[name])
@@ -92,6 +95,7 @@ def test_state_space_models_have_copies_of_both_sizes(name: str) -> None:
     assert rows == {"o_proj", "down_proj"}
 
 
+@pytest.mark.full
 def test_layers_that_drop_paths_and_towers_of_a_depth_are_like_their_copies() -> None:
     depth = transformers.CohereCompassVisionConfig(depth=4)
     with torch.device("meta"):
@@ -102,6 +106,7 @@ def test_layers_that_drop_paths_and_towers_of_a_depth_are_like_their_copies() ->
         assert rows[:2] == [count, count]
 
 
+@pytest.mark.full
 def test_the_outputs_of_what_needs_all_heads_are_gathered() -> None:
     """MPT's ALiBi has a slope for each head."""
     derived = derive(transformers.MptForCausalLM, transformers.MptConfig())
@@ -157,6 +162,7 @@ def test_a_large_model_gets_the_plan_of_its_small_copy() -> None:
         plan_for(transformers.BartForConditionalGeneration(config), 7)
 
 
+@pytest.mark.full
 def test_the_callers_state_does_not_matter_and_stays() -> None:
     class Other(transformers.BertForMaskedLM):  # Not known yet.
         pass

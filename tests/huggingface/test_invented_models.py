@@ -53,12 +53,14 @@ def is_sharded_rightly(model: nn.Module, ranks: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", in_gate(range(5), range(600)))
+@pytest.mark.parametrize("seed", in_gate(range(2), range(600)))
 def test_an_invented_model_is_whole_or_equal(seed: int) -> None:
     is_sharded_rightly(*invented(seed))
 
 
-@pytest.mark.parametrize("when", ["period", "index", "training", "longer", "kind"])
+@pytest.mark.parametrize(
+    "when", in_gate(["index", "kind"], ["period", "index", "training", "longer", "kind"])
+)
 def test_only_the_odd_part_is_gathered(when: str) -> None:
     config = InventedConfig(num_hidden_layers=4, when=when, number=3)
     model = Invented(config).double()
@@ -77,8 +79,17 @@ def test_a_model_that_was_changed_is_refused_by_name() -> None:
         plan_for(model, 2)
 
 
-@pytest.mark.parametrize(("size", "odd"), [(72, "groups of 8"), (80, "pieces of 16")])
-@pytest.mark.parametrize("when", ["always", "last"])
+@pytest.mark.parametrize(
+    ("size", "odd", "when"),
+    in_gate(
+        [(72, "groups of 8", "last")],
+        [
+            (size, odd, when)
+            for size, odd in ((72, "groups of 8"), (80, "pieces of 16"))
+            for when in ("always", "last")
+        ],
+    ),
+)
 def test_groups_that_a_share_would_cut_are_not_cut(size: int, odd: str, when: str) -> None:
     config = InventedConfig(intermediate_size=size, num_hidden_layers=3, when=when, odd=odd)
     assert is_sharded_rightly(Invented(config).double(), 2) == (odd == "pieces of 16")

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from support.checks import assert_same_state
-from support.models import DECODERS, ENCODERS, inputs_of, model_of, run_sharded, tokens
+from support.levels import in_gate
+from support.models import (
+    DECODERS,
+    ENCODERS,
+    KINDS_OF_DECODERS,
+    inputs_of,
+    model_of,
+    run_sharded,
+    tokens,
+)
 from support.ranks import run_processes, run_threads
 from torch import Tensor, nn
 
@@ -37,7 +46,7 @@ def meta_model(name: str) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", in_gate([*KINDS_OF_DECODERS, "BERT"], NAMES))
 def test_saved_loaded_on_other_ranks_and_saved_again(name: str, tmp_path: Path) -> None:
     """4 ranks, then 2 from the meta device, then one."""
     plain = model_of(name).eval()

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.checks import assert_same_state, full_gradients
+from support.levels import in_gate
 from support.models import (
     DECODERS,
     ENCODERS,
     GROUPED,
+    KINDS_OF_DECODERS,
     SPECIAL,
     inputs_of,
     model_of,
@@ -46,8 +48,11 @@ def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [*itertools.product([*DECODERS, *ENCODERS], (2, 4)), *((name, 2) for name in SPECIAL)]
-    + [("T5Gemma", 4)],
+    in_gate(
+        [*((name, 2) for name in [*KINDS_OF_DECODERS, *ENCODERS, *SPECIAL]), ("Llama", 4)],
+        [*itertools.product([*DECODERS, *ENCODERS], (2, 4)), *((name, 2) for name in SPECIAL)]
+        + [("T5Gemma", 4)],
+    ),
 )
 def test_values_and_gradients_are_those_of_one_process(name: str, world_size: int) -> None:
     plain = model_of(name)

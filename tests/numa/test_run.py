@@ -43,6 +43,7 @@ def test_ranks_are_bound_to_cores_of_their_own(tmp_path: Path) -> None:
     assert "rank 0: socket" in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_module_runs_with_the_threads_that_the_user_asks_for(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -51,6 +52,7 @@ def test_a_module_runs_with_the_threads_that_the_user_asks_for(tmp_path: Path) -
     assert json.loads(done.stdout)[3] == "7"
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_program_that_fails_fails_the_command(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("raise SystemExit(3)")

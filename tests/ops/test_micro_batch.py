@@ -298,8 +298,7 @@ def test_modes_and_the_profiler_see_the_operations(needs_grad: bool) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("dtype", [None, torch.float64])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("dynamic", "dtype"), [(False, None), (True, torch.float64)])
 def test_compiles_into_one_graph(
     dynamic: bool, dtype: torch.dtype | None, device: torch.device
 ) -> None:

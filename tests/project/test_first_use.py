@@ -19,8 +19,10 @@ def note(step, known):
     return set(sys.modules)
 
 known = set(sys.modules)
+sys.modules["triton"] = None
 import pipekernels
 known = note("import", known)
+assert not torch.cuda.is_initialized()
 (comm,) = pipekernels.Communicator.threads(1)
 layers = [nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)]
 pipekernels.tensor_parallelize(nn.Sequential(*layers), {"0": "column", "2": "row"}, comm)(
@@ -45,13 +47,13 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "torch.onnx", "sympy", "onnx")
 
 
 def test_few_modules_and_no_compiler_are_imported() -> None:
-    """Triton aside, which torch.utils.flop_counter imports where it is installed. One module of the
-    package itself takes about a millisecond."""
+    """Nor is Triton needed, and no GPU is touched. One module of the package itself takes about a
+    millisecond."""
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     for step, names in found.items():
-        others = [name for name in names if not name.startswith(("pipekernels", "triton"))]
+        others = [name for name in names if not name.startswith("pipekernels")]
         assert len(others) <= 30, (step, others)
         assert not [name for name in names if name.startswith(COMPILERS)], step
     own = [name for name in found["import"] if name.startswith("pipekernels")]

@@ -1,6 +1,6 @@
 """Calls of ``pipekernels._C`` that must raise.
 
-``python -m support.bad_calls GROUP`` makes the calls of one group, in a process of its own: a call
+``python -m support.bad_calls GROUP ...`` makes the calls of groups, in a process of its own: a call
 that is wrongly accepted may crash. The name of each case is printed first, so the last line names
 the crash.
 """
@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -242,11 +242,11 @@ GROUPS = {
 }
 
 
-def main(group: str) -> None:
+def main(groups: Sequence[str]) -> None:
     native = _backend.load()
     wrong = []
-    for name, call, error, message in GROUPS[group](native):
-        print(f"{name}", flush=True)
+    for name, call, error, message in [case for group in groups for case in GROUPS[group](native)]:
+        print(name, flush=True)
         try:
             call()
         except Exception as raised:  # noqa: BLE001
@@ -258,4 +258,4 @@ def main(group: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

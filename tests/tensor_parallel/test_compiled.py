@@ -177,9 +177,10 @@ def generated(comm: Communicator, backend: str) -> list[Any]:
     return [eager.tolist(), compiled.tolist()]
 
 
+@pytest.mark.full
 @pytest.mark.compile
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_greedy_tokens_of_a_compiled_model_are_the_eager_ones(backend: str) -> None:
     (eager, compiled), other = run_processes(2, generated, backend)
     assert eager == compiled and other == [eager, compiled]

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import TIMEOUT
+from support.levels import in_gate
 from support.ranks import leakable_resources, on_ranks
 
 from pipekernels import Communicator, PeerError
@@ -162,7 +163,7 @@ def test_a_rank_waits_while_others_fill_the_listen_queue() -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("hosts", ["aaa", "aab", "abb"])
+@pytest.mark.parametrize("hosts", in_gate(["aaa", "abb"], ["aaa", "aab", "abb"]))
 @on_ranks(3, killed=(2,))
 def test_a_rank_that_dies_while_it_joins_is_named_within_the_timeout(
     alone: Communicator, hosts: str, tmp_path: Path

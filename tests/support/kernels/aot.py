@@ -30,7 +30,7 @@ KEPT = ROOT / "build" / "aot"
 OLDEST = ROOT / "build" / "oldest-triton"  # See the Makefile.
 PINNED = ROOT / "constraints-oldest.txt"
 SOURCES = [
-    *(ROOT / "pipekernels" / "kernels").glob("*.py"),
+    *(ROOT / "pipekernels" / "triton_kernels").glob("*.py"),
     *Path(__file__).parent.glob("*.py"),
 ]
 
@@ -231,7 +231,7 @@ def build_and_keep(version: str, case: AnyCase) -> Kernel | str:
 
 
 def kernels_by_signature(architecture: int) -> list[tuple[Any, str]]:
-    """For small products of many sizes: the launcher's signature, and the hash of the kernel."""
+    """For small products of many sizes: their tensors' signatures, and the hash of the kernel."""
     from pipekernels.triton_kernels.launch import Product, launch
     from support.kernels.recorded import compiled
 
@@ -249,7 +249,8 @@ def kernels_by_signature(architecture: int) -> list[tuple[Any, str]]:
             launch(product, config, generation=architecture, sms=1)
 
     kernels = compiled(architecture, launches)
-    return [(signature(p[1:]), k.hash) for p, k in zip(products, kernels, strict=True)]
+    signatures = [tuple(None if t is None else signature(t) for t in each[1:]) for each in products]
+    return list(zip(signatures, (kernel.hash for kernel in kernels), strict=True))
 
 
 def _launch(case: Case) -> None:
