@@ -33,7 +33,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 MARKERS_OF_PROCESSES = ("processes", "native", "compile", "project", "cuda")
 # One worker of pytest-xdist runs each of them, as its tests share costly fixtures or all cores. The
 # longest ones come first.
-FILES_OF_ONE_WORKER = ("test_native", "test_aot", "test_emitted_code")
+FILES_OF_ONE_WORKER = ("test_aot", "test_emitted_code")
 
 
 def _cuda_device() -> torch.device:
