@@ -5,6 +5,7 @@ of blocks are numpy's, whose bits depend on where in a block an element lies. Te
 terms of all elements in one order, and so do the products that stand in for them here.
 """
 
+import itertools
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from pipekernels.triton_kernels import launch
 from pipekernels.triton_kernels.launch import Product, launch_slabs
 from support.kernels.interpreter import skip_unless_it_works
 from support.kernels.operands import LAYOUTS, operands
-from support.levels import pairwise
+from support.levels import in_gate
 from support.ranks import run_threads
 from support.reference import gamma
 
@@ -55,12 +56,15 @@ def _setup(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
+LOADS = [(80, torch.float32), (90, torch.float32), (90, torch.float16)]
+
+
 @pytest.mark.parametrize(
-    *pairwise(
-        layout=LAYOUTS,
-        loads=[(80, torch.float32), (90, torch.float32), (90, torch.float16)],
-        depth=[32, 40],  # Columns of a slab; a multiple of blocks, and not.
-    )
+    ("layout", "loads", "depth"),  # Columns of a slab: a multiple of blocks, and not.
+    in_gate(
+        list(zip(LAYOUTS, LOADS, (32, 40, 32), strict=True)),
+        itertools.product(LAYOUTS, LOADS, (32, 40)),
+    ),
 )
 def test_slabs_are_the_leaves_of_a_tree(
     layout: str, loads: tuple[int, torch.dtype], depth: int
@@ -97,9 +101,8 @@ def test_slabs_keep_to_themselves(generation: int) -> None:
     assert multiply(a, b, 2, generation).isnan().all()
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_layers_have_the_same_bits_on_any_number_of_ranks(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
