@@ -51,7 +51,7 @@ def random_calls(rank: int, hosts: str, seeds: range) -> None:
     ours = dist.group.WORLD
     assert dist.get_backend() in ("pipekernels", "cpu:pipekernels") and ours.name() == "pipekernels"
     if not hosts:
-        ours._gloo = None  # No call may be delegated to Gloo.
+        ours._gloo = ours._gloo_backend = None  # No call may be delegated to Gloo.
     for seed in seeds:
         call = Call.draw(seed, dist.get_world_size(), 3000, group=True)
         for async_op in (False, True):
@@ -79,7 +79,7 @@ def test_input_and_output_may_share_memory(rank: int) -> None:
 
 @in_group(3)
 def test_scalars_and_coalesced_tensors(rank: int) -> None:
-    dist.group.WORLD._gloo = None
+    dist.group.WORLD._gloo = dist.group.WORLD._gloo_backend = None
     tensors = [torch.full((n,), float(rank)) for n in (1, 5)]
     work = dist.all_reduce_coalesced(tensors, async_op=True)
     dist.barrier()

@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from pipekernels._torch_private import disable_dynamo, is_profiler_enabled
+from pipekernels._torch_private import (
+    disable_dynamo,
+    dispatch_mode_count,
+    is_profiler_enabled,
+    sees_operators,
+)
 from pipekernels.comm.tensors import put_back, to_dense, to_dense_in_place
 from pipekernels.distributed import derived
 from pipekernels.distributed.group import DONE, ENDED, Group
@@ -120,6 +125,7 @@ def _collective(
                 and self._last is DONE
                 and not getattr(opts, "asyncOp", True)
                 and not is_profiler_enabled()
+                and not dispatch_mode_count()
             ):  # The caller waits, no earlier call is left, and nobody looks.
                 only = given[0] if arguments == 1 else given[:arguments]
                 if len(only) == arguments and native(calls, value, *only):
@@ -131,13 +137,21 @@ def _collective(
                 work = getattr(self._group_of(tensors[-1].device), method_name)(*given)
                 return work
 
-            def body() -> None:
-                with torch.inference_mode():  # Allows writes to its tensors.
-                    for result, *inputs in parts:
-                        if calls is None or not native(calls, value, result, *inputs):
-                            runs(self, value, result, *inputs)
+            def serve(args: Sequence[Any]) -> dist.Work:
+                """Of the operator's arguments, tensors come first."""
+                parts = parts_of((*args[:2], *given[2:])[:arguments], is_one)
 
-            return self._run(opts, body, tensors_in([part[0] for part in parts]), name)
+                def body() -> None:
+                    with torch.inference_mode():  # Allows writes to its tensors.
+                        for result, *inputs in parts:
+                            if calls is None or not native(calls, value, result, *inputs):
+                                runs(self, value, result, *inputs)
+
+                return self._run(opts, body, tensors_in([part[0] for part in parts]), name)
+
+            if sees_operators(tensors):
+                return self._shown(method_name, given, serve)
+            return serve(given)
 
         return method
 
@@ -242,26 +256,26 @@ def _all_gather_list(group: Group, _: None, outputs: list[Tensor], input: Tensor
 @_collective("gather", read=_root_of)
 def _gather(group: Group, root: int, outputs: list[Tensor], input: Tensor) -> None:
     check_parts("gather", outputs, group.size() if group.rank() == root else 0, input)
-    derived.gather(group._comm, group._gloo, to_dense(input), outputs, root)
+    derived.gather(group._comm, group._gloo_backend, to_dense(input), outputs, root)
 
 
 @_collective("scatter", read=_root_of)
 def _scatter(group: Group, root: int, output: Tensor, inputs: list[Tensor]) -> None:
     check_parts("scatter", inputs, group.size() if group.rank() == root else 0, output)
-    derived.scatter(group._comm, group._gloo, output, list(map(to_dense, inputs)), root)
+    derived.scatter(group._comm, group._gloo_backend, output, list(map(to_dense, inputs)), root)
 
 
 @_collective("all_to_all", "alltoall", is_one=True)
 def _all_to_all_list(group: Group, _: None, outputs: list[Tensor], inputs: list[Tensor]) -> None:
     group._comm._cpu_backend.announce("all_to_all", outputs[0])
-    group._gloo.alltoall(outputs, list(map(to_dense, inputs))).wait()
+    group._gloo_backend.alltoall(outputs, list(map(to_dense, inputs))).wait()
 
 
 @_collective("all_to_all", "alltoall_base all_to_all_single", arguments=4)
 def _all_to_all(group: Group, _: None, output: Tensor, input: Tensor, *sizes: list[int]) -> None:
     # Not views of one dimension, which take Gloo longer in inference mode.
     group._comm._cpu_backend.announce("all_to_all", output)
-    group._gloo.alltoall_base(output, to_dense(input), *sizes).wait()
+    group._gloo_backend.alltoall_base(output, to_dense(input), *sizes).wait()
 
 
 dist.Backend.register_backend("pipekernels", BackendGroup, extended_api=True, devices=["cpu"])

@@ -6,14 +6,22 @@ import concurrent.futures
 import datetime
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipekernels._torch_private import disable_dynamo, end_with, register_backend
+from pipekernels._torch_private import (
+    TorchDispatchMode,
+    below_modes,
+    disable_dynamo,
+    dispatch_mode_count,
+    end_with,
+    register_backend,
+    sees_operators,
+)
 from pipekernels.comm.bootstrap.rendezvous import Deadline, over_store
 from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.cuda import MOST_BLOCKS
@@ -105,6 +113,26 @@ def _point_to_point(name: str) -> Callable[..., dist.Work]:
     return method
 
 
+class _Served(TorchDispatchMode):
+    """Has ``serve`` run an operator of c10d on its arguments, in place of Gloo."""
+
+    def __init__(self, serve: Callable[[Sequence[Any]], dist.Work]) -> None:
+        super().__init__()
+        self._serve = serve
+        self.work: dist.Work | None = None  # What ``serve`` has returned.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if types and dispatch_mode_count() == 0:
+            return NotImplemented  # The class of these tensors calls again, with what they wrap.
+        if func.namespace != "c10d" or dispatch_mode_count() > 0:
+            return func(*args, **(kwargs or {}))  # A mode of torch's own has other results.
+        self.work = self._serve(args)
+        boxed: Any = self.work.boxed()
+        return boxed if len(func._schema.returns) == 1 else (args[0], boxed)
+
+
 class Group(dist.ProcessGroup):
     """A process group without its collectives on tensors. Gloo serves what it does not override.
 
@@ -124,8 +152,10 @@ class Group(dist.ProcessGroup):
         rendezvous.all_gather("", str)
         gloo_store = dist.PrefixStore("gloo", cast(dist.Store, rendezvous.store))
         backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
-        # For calls of overridden methods that the communicator does not support.
+        # For calls of overridden methods that the communicator does not support: operators, which
+        # modes see. Calls that they have seen use the backend itself.
         self._gloo = dist.ProcessGroup(gloo_store, rank, world_size)
+        self._gloo_backend = backend
         for group in (self, self._gloo):
             register_backend(group, _CPU, backend)
         self._comm = cast(Communicator, Communicator._join(rendezvous, seconds, MOST_BLOCKS))
@@ -160,7 +190,22 @@ class Group(dist.ProcessGroup):
     def barrier(  # type: ignore[override] # The two overloads of torch.
         self, opts: Any = None, timeout: Any = None
     ) -> dist.Work:
-        return self._run(opts, self._comm.barrier, [], "barrier")
+        def serve(_: Sequence[Any]) -> dist.Work:
+            return self._run(opts, self._comm.barrier, [], "barrier")
+
+        if opts is None:  # Torch calls again with options.
+            return super().barrier(*() if timeout is None else (timeout,))
+        return self._shown("barrier", (opts,), serve) if sees_operators(()) else serve(())
+
+    def _shown(
+        self, method: str, given: Sequence[Any], serve: Callable[[Sequence[Any]], dist.Work]
+    ) -> dist.Work:
+        """What ``serve`` returns, which is called as torch calls a backend: by an operator, with
+        the operator's arguments, unless a mode that observes operators takes the call."""
+        served = _Served(serve)
+        with below_modes(served):
+            work: dist.Work = getattr(self._gloo, method)(*given)
+        return served.work or work
 
     def _run(
         self, opts: Any, body: Callable[[], object], results: list[Tensor], name: str
