@@ -215,15 +215,16 @@ def below_modes(mode: TorchDispatchMode) -> Iterator[None]:
             _python_dispatch._push_mode(each)
 
 
-def sees_operators(tensors: Iterable[Tensor]) -> bool:
-    """Whether the profiler, a dispatch mode, or the class of one of ``tensors`` is told of
-    operators with them."""
+def wraps(tensor: Tensor) -> bool:
+    """Whether operators on ``tensor`` are calls of its class, as for fake tensors."""
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+
+
+def is_seen(tensors: Iterable[Tensor]) -> bool:
+    """Whether the profiler, a dispatch mode, or the class of one of ``tensors`` sees operators."""
+    sees = is_profiler_enabled() or dispatch_mode_count() > 0 or any(map(wraps, tensors))
     key = torch._C.DispatchKey.Python
-    return (
-        is_profiler_enabled()
-        or dispatch_mode_count() > 0
-        or any(torch._C._dispatch_keys(tensor).has(key) for tensor in tensors)
-    ) and not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    return sees and not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
 
 
 is_profiler_enabled = torch._C._autograd._profiler_enabled

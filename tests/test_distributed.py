@@ -301,7 +301,7 @@ def test_wrong_sizes(rank: int) -> None:
         dist.reduce_scatter(x, [x, x, x])
     with pytest.raises(ValueError, match="all_gather needs a list of tensors of the size.*got .3,"):
         dist.all_gather([x, torch.empty(3)], x)
-    with pytest.raises(ValueError, match=r"out must be .* of shape \(4,\).* got one of .*\(3,\)"):
+    with pytest.raises(ValueError, match="needs 2 x 2 elements of torch.float32, got 3 of"):
         dist.all_gather_into_tensor(torch.empty(3), x)
     with pytest.raises(ValueError, match="needs 2 x 2 elements of torch.float32, got 3 of"):
         dist.reduce_scatter_tensor(x, torch.empty(3))

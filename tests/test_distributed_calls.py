@@ -36,9 +36,48 @@ def test_strided_tensors_of_calls_that_gloo_runs(rank: int) -> None:
     dist.all_to_all_single(x, torch.arange(1.0, 4.0) + rank)
     assert x.tolist() == [rank + 1.0 + i for i in range(3)]
     assert all(each._base[:, 1].eq(9).all() for each in touched)
-    for call in (dist.isend, dist.irecv):
-        with pytest.raises(ValueError, match=r"needs a contiguous tensor, got .*strides \(2,\)"):
-            call(x, (rank + 1) % 3)
+    peers = (rank + 1) % 3, (rank - 1) % 3
+    sent = [dist.P2POp(dist.isend, column(i + rank), peers[0]) for i in range(2)]
+    received = [dist.P2POp(dist.irecv, each, peers[1]) for each in swapped[:2]]
+    for work in dist.batch_isend_irecv([*sent, *received]):
+        work.wait()
+    assert [each.tolist() for each in swapped[:2]] == [[peers[1] + i] * 3 for i in range(2)]
+    assert all(each._base[:, 1].eq(9).all() for each in touched)
+    if rank:
+        dist.send(column(5), 0)
+    else:
+        assert {dist.recv(x), dist.recv(x)} == {1, 2} and x.tolist() == [5] * 3
+
+
+@in_group(2)
+def test_a_call_that_is_refused_for_one_tensor_has_started_none(rank: int) -> None:
+    group, x, whole = dist.group.WORLD, torch.ones(2), torch.ones(4)
+    wrong = torch.ones(3)
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    gathered = torch.zeros(4)
+    for call, error, says in (
+        (lambda: group.allreduce_coalesced([x, x.cfloat()], options), TypeError, "no reduction"),
+        (lambda: dist.all_reduce_coalesced([x.to("meta"), x]), ValueError, "a call for each dev"),
+        (lambda: dist.all_reduce_coalesced([x, x[:1].expand(2)]), ValueError, "several elements"),
+        (
+            lambda: group.allgather_into_tensor_coalesced([gathered, wrong], [x, x]),
+            ValueError,
+            "all_gather over 2 ranks needs 2 x 2 elements",
+        ),
+        (
+            lambda: group.reduce_scatter_tensor_coalesced([x, x], [whole, wrong]),
+            ValueError,
+            "reduce_scatter over 2 ranks needs 2 x 2 elements",
+        ),
+    ):
+        if rank:  # Alone: a call that has started would wait for the other rank.
+            with pytest.raises(error, match=says):
+                work = call()
+                work.wait()
+        assert x.tolist() == [1, 1] and gathered.sum() == 0
+    dist.all_reduce(x)
+    assert x.tolist() == [2, 2]
 
 
 @in_group(2)

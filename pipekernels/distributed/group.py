@@ -19,14 +19,15 @@ from pipekernels._torch_private import (
     disable_dynamo,
     dispatch_mode_count,
     end_with,
+    is_seen,
     register_backend,
-    sees_operators,
+    wraps,
 )
 from pipekernels.comm.bootstrap.rendezvous import Deadline, over_store
 from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.messages import backends_of
-from pipekernels.comm.tensors import to_dense
+from pipekernels.comm.tensors import put_back, to_dense_in_place
 from pipekernels.device.profiling import in_profile
 
 DONE: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -89,6 +90,26 @@ ENDED = _Ended()
 _CPU = torch.device("cpu")
 
 
+class Received(dist.Work):
+    """A ``work`` of Gloo that receives ``dense``, from where ``tensor`` gets its values."""
+
+    def __init__(self, work: dist.Work, dense: Tensor, tensor: Tensor) -> None:
+        super().__init__()
+        self._work = work
+        self._tensors = dense, tensor
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        self._work.wait(timeout)
+        put_back(*self._tensors)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed() and self.wait()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+
 def _point_to_point(name: str) -> Callable[..., dist.Work]:
     """A call with one tensor, by Gloo."""
 
@@ -102,13 +123,11 @@ def _point_to_point(name: str) -> Callable[..., dist.Work]:
                 f"{name} of a tensor on {tensor.device} needs a group of that device's backend "
                 "alone; make one, as by new_group(backend='nccl')"
             )
-        if to_dense(tensor) is not tensor:
-            raise ValueError(  # Gloo would take its memory as if it were contiguous.
-                f"{name} needs a contiguous tensor, got one of shape {tuple(tensor.shape)} and "
-                f"strides {tensor.stride()}; pass a tensor of torch.empty() or tensor.contiguous()"
-            )
-        work: dist.Work = getattr(self._gloo, name)(tensors, *args)
-        return work
+        # Gloo would take the memory of a strided tensor as if it were contiguous. Nor may it be
+        # refused: earlier calls of the same batch_isend_irecv have started.
+        dense = tensor if wraps(tensor) else to_dense_in_place(tensor)
+        work: dist.Work = getattr(self._gloo, name)([dense], *args)
+        return work if dense is tensor or name == "send" else Received(work, dense, tensor)
 
     return method
 
@@ -195,7 +214,7 @@ class Group(dist.ProcessGroup):
 
         if opts is None:  # Torch calls again with options.
             return super().barrier(*() if timeout is None else (timeout,))
-        return self._shown("barrier", (opts,), serve) if sees_operators(()) else serve(())
+        return self._shown("barrier", (opts,), serve) if is_seen(()) else serve(())
 
     def _shown(
         self, method: str, given: Sequence[Any], serve: Callable[[Sequence[Any]], dist.Work]
