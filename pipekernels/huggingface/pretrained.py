@@ -20,9 +20,11 @@ from pipekernels.tensor_parallel.state import gather_state_dict
 
 def save_full_models(model: nn.Module) -> None:
     """Let ``save_pretrained`` of every transformers model in ``model`` that has sharded layers save
-    the full weights. It becomes a collective: rank 0 writes, the others wait for it."""
+    the full weights. It becomes a collective: rank 0 writes, the others wait for it. Nor can they
+    resize sharded embeddings."""
     for module in sharded_models(model):
         set_attribute(module, "save_pretrained", MethodType(_save_pretrained, module))
+        set_attribute(module, "resize_token_embeddings", MethodType(_resize, module))
     peft: Any = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel) and sharded_layers(model):
         set_attribute(model, "save_pretrained", MethodType(_save_adapters, model))
@@ -50,6 +52,16 @@ def replaced(instance: object, name: str, method: object) -> Iterator[None]:
         yield
     finally:
         delattr(instance, name)
+
+
+def _resize(self: Any, *args: Any, **kwargs: Any) -> Any:
+    ends = filter(None, (self.get_input_embeddings(), self.get_output_embeddings()))
+    if (args or kwargs) and any(map(sharded_layers, ends)):
+        raise TypeError(
+            "resize_token_embeddings cannot resize embeddings or heads that are sharded; call it "
+            "before tensor_parallelize, or after tensor_unparallelize"
+        )
+    return type(self).resize_token_embeddings(self, *args, **kwargs)
 
 
 class _Problem(NamedTuple):

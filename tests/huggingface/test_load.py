@@ -139,6 +139,15 @@ def test_what_one_rank_raises_all_raise(tmp_path: Path, monkeypatch: pytest.Monk
     run_sharded(plain, 2, body)
 
 
+def test_sharded_embeddings_are_not_resized() -> None:
+    def body(model: Any, _: Communicator) -> None:
+        with pytest.raises(TypeError, match="that are sharded; call it before tensor_parallelize"):
+            model.resize_token_embeddings(70)
+        assert model.resize_token_embeddings() is model.get_input_embeddings()
+
+    run_sharded(model_of("Llama"), 2, body)
+
+
 def memory(field: str) -> int:
     """Bytes of this process, by a field of /proc."""
     lines = Path("/proc/self/status").read_text().splitlines()
