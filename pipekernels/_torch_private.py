@@ -15,9 +15,10 @@ Other modules may use the names that torch intends for subclasses and for walkin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.utils import parametrize
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only
@@ -194,6 +195,37 @@ def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
 
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
 """The number of active ``TorchDispatchMode`` objects of this thread."""
+
+
+@contextlib.contextmanager
+def below_modes(mode: TorchDispatchMode) -> Iterator[None]:
+    """Has ``mode`` called last of the dispatch modes, but for torch's own, such as that of fake
+    tensors, which come after all others."""
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    count = sum(getattr(each, "_mode_key", None) is None for each in stack)
+    above = [_python_dispatch._pop_mode() for _ in range(count)][::-1]
+    for each in (mode, *above):
+        _python_dispatch._push_mode(each)
+    try:
+        yield
+    finally:
+        for _ in range(count + 1):
+            _python_dispatch._pop_mode()
+        for each in above:
+            _python_dispatch._push_mode(each)
+
+
+def wraps(tensor: Tensor) -> bool:
+    """Whether operators on ``tensor`` are calls of its class, as for fake tensors."""
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+
+
+def is_seen(tensors: Iterable[Tensor]) -> bool:
+    """Whether the profiler, a dispatch mode, or the class of one of ``tensors`` sees operators."""
+    sees = is_profiler_enabled() or dispatch_mode_count() > 0 or any(map(wraps, tensors))
+    key = torch._C.DispatchKey.Python
+    return sees and not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+
 
 is_profiler_enabled = torch._C._autograd._profiler_enabled
 """Whether this thread is profiled."""

@@ -51,7 +51,7 @@ def random_calls(rank: int, hosts: str, seeds: range) -> None:
     ours = dist.group.WORLD
     assert dist.get_backend() in ("pipekernels", "cpu:pipekernels") and ours.name() == "pipekernels"
     if not hosts:
-        ours._gloo = None  # No call may be delegated to Gloo.
+        ours._gloo = ours._gloo_backend = None  # No call may be delegated to Gloo.
     for seed in seeds:
         call = Call.draw(seed, dist.get_world_size(), 3000, group=True)
         for async_op in (False, True):
@@ -79,7 +79,7 @@ def test_input_and_output_may_share_memory(rank: int) -> None:
 
 @in_group(3)
 def test_scalars_and_coalesced_tensors(rank: int) -> None:
-    dist.group.WORLD._gloo = None
+    dist.group.WORLD._gloo = dist.group.WORLD._gloo_backend = None
     tensors = [torch.full((n,), float(rank)) for n in (1, 5)]
     work = dist.all_reduce_coalesced(tensors, async_op=True)
     dist.barrier()
@@ -301,7 +301,7 @@ def test_wrong_sizes(rank: int) -> None:
         dist.reduce_scatter(x, [x, x, x])
     with pytest.raises(ValueError, match="all_gather needs a list of tensors of the size.*got .3,"):
         dist.all_gather([x, torch.empty(3)], x)
-    with pytest.raises(ValueError, match=r"out must be .* of shape \(4,\).* got one of .*\(3,\)"):
+    with pytest.raises(ValueError, match="needs 2 x 2 elements of torch.float32, got 3 of"):
         dist.all_gather_into_tensor(torch.empty(3), x)
     with pytest.raises(ValueError, match="needs 2 x 2 elements of torch.float32, got 3 of"):
         dist.reduce_scatter_tensor(x, torch.empty(3))

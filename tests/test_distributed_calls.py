@@ -1,5 +1,9 @@
 """The backend of torch.distributed: arguments, layouts, versions, profiles, different calls."""
 
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +11,11 @@ import torch.distributed._functional_collectives as functional
 from support.ranks import in_group
 from support.sweeps.collectives import waited
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.processes
 
@@ -29,9 +36,48 @@ def test_strided_tensors_of_calls_that_gloo_runs(rank: int) -> None:
     dist.all_to_all_single(x, torch.arange(1.0, 4.0) + rank)
     assert x.tolist() == [rank + 1.0 + i for i in range(3)]
     assert all(each._base[:, 1].eq(9).all() for each in touched)
-    for call in (dist.isend, dist.irecv):
-        with pytest.raises(ValueError, match=r"needs a contiguous tensor, got .*strides \(2,\)"):
-            call(x, (rank + 1) % 3)
+    peers = (rank + 1) % 3, (rank - 1) % 3
+    sent = [dist.P2POp(dist.isend, column(i + rank), peers[0]) for i in range(2)]
+    received = [dist.P2POp(dist.irecv, each, peers[1]) for each in swapped[:2]]
+    for work in dist.batch_isend_irecv([*sent, *received]):
+        work.wait()
+    assert [each.tolist() for each in swapped[:2]] == [[peers[1] + i] * 3 for i in range(2)]
+    assert all(each._base[:, 1].eq(9).all() for each in touched)
+    if rank:
+        dist.send(column(5), 0)
+    else:
+        assert {dist.recv(x), dist.recv(x)} == {1, 2} and x.tolist() == [5] * 3
+
+
+@in_group(2)
+def test_a_call_that_is_refused_for_one_tensor_has_started_none(rank: int) -> None:
+    group, x, whole = dist.group.WORLD, torch.ones(2), torch.ones(4)
+    wrong = torch.ones(3)
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    gathered = torch.zeros(4)
+    for call, error, says in (
+        (lambda: group.allreduce_coalesced([x, x.cfloat()], options), TypeError, "no reduction"),
+        (lambda: dist.all_reduce_coalesced([x.to("meta"), x]), ValueError, "a call for each dev"),
+        (lambda: dist.all_reduce_coalesced([x, x[:1].expand(2)]), ValueError, "several elements"),
+        (
+            lambda: group.allgather_into_tensor_coalesced([gathered, wrong], [x, x]),
+            ValueError,
+            "all_gather over 2 ranks needs 2 x 2 elements",
+        ),
+        (
+            lambda: group.reduce_scatter_tensor_coalesced([x, x], [whole, wrong]),
+            ValueError,
+            "reduce_scatter over 2 ranks needs 2 x 2 elements",
+        ),
+    ):
+        if rank:  # Alone: a call that has started would wait for the other rank.
+            with pytest.raises(error, match=says):
+                work = call()
+                work.wait()
+        assert x.tolist() == [1, 1] and gathered.sum() == 0
+    dist.all_reduce(x)
+    assert x.tolist() == [2, 2]
 
 
 @in_group(2)
@@ -44,17 +90,75 @@ def test_versions_of_tensors_that_native_calls_change(rank: int) -> None:
     assert (x._version, both._version) == (3, 1)
 
 
+class Seen(TorchDispatchMode):
+    """Counts the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name()] += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def make_calls(group: Any, rank: int) -> list[list[float]]:
+    """One of each, and a step of DDP; what they gave."""
+    x, both, part = torch.arange(1.0, 3.0) + rank, torch.zeros(4), torch.zeros(1)
+    lists = [[torch.zeros(2) for _ in range(2)] for _ in range(3)]
+    swapped = torch.zeros(2)
+    dist.barrier(group)
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(x, group=group, async_op=True).wait()
+    dist.all_reduce(functional.all_reduce(x, "sum", group), group=group)
+    dist.broadcast(x, 0, group)
+    dist.reduce(x.clone(), 0, group=group)
+    dist.all_gather(lists[0], x, group)
+    dist.all_gather_into_tensor(both, x, group)
+    dist.reduce_scatter_tensor(part, x, group=group)
+    dist.reduce_scatter(part, [part.clone(), part.clone()], group=group)
+    dist.all_to_all(lists[1], list(both.split(2)), group)
+    dist.all_to_all_single(swapped, x, group=group)
+    dist.gather(x, None if rank else lists[2], 0, group)
+    dist.scatter(x, None if rank else lists[2], 0, group)
+    with dist._coalescing_manager(group):
+        for tensor in lists[0]:
+            dist.all_reduce(tensor, group=group)
+    for work in (dist.isend(x, 1 - rank, group), dist.irecv(both[:2], 1 - rank, group)):
+        work.wait()
+    model = nn.Linear(2, 1, bias=False)
+    nn.parallel.DistributedDataParallel(model, process_group=group)(x).sum().backward()
+    results = [x, both, part, swapped, *lists[0], *lists[1], model.weight.grad]
+    return [each.flatten().tolist() for each in results]
+
+
 @in_group(2)
-def test_the_profiler_sees_calls(rank: int) -> None:
-    x = torch.ones(2)
-    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        dist.broadcast(x, 0)
-        dist.reduce(x, 0, async_op=True).wait()
-        ddp(x).sum().backward()
-    names = {event.name for event in found.events()}
-    assert names > {f"pipekernels::{call} of 8 bytes" for call in ("broadcast", "reduce")}
-    assert "pipekernels::all_reduce of 8 bytes" in names
+def test_modes_and_profilers_see_what_they_see_of_gloo(rank: int) -> None:
+    seen, counted, profiled, results = [], [], [], []
+    for name in ("gloo", "pipekernels"):
+        group = dist.new_group(backend=name)
+        with CommDebugMode() as comms, Seen() as outer, Seen() as inner:
+            results.append(make_calls(group, rank))
+        assert inner.counts == outer.counts
+        seen.append(outer.counts)
+        counted.append(comms.get_comm_counts())
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            make_calls(group, rank)
+        names = [event.name for event in found.events()]
+        profiled.append(Counter(each for each in names if each.startswith("c10d::")))
+        with Seen() if rank else nullcontext():  # One rank alone may be observed.
+            results.append(make_calls(group, rank))
+        with FakeTensorMode() as mode:
+            x, both = torch.ones(2), torch.ones(4)
+        for inside in (mode, nullcontext()):
+            with inside:
+                dist.barrier(group)
+                dist.all_gather_into_tensor(both, x, group)
+                dist.all_reduce(x, group=group, async_op=True).wait()
+    assert seen[0] == seen[1] and counted[0] == counted[1] and profiled[0] == profiled[1]
+    assert len(counted[0]) >= 12, counted[0]
+    assert all(each == results[0] for each in results), results
+    assert {f"pipekernels::{call} of 8 bytes" for call in ("broadcast", "reduce")} < set(names)
 
 
 @in_group(3)

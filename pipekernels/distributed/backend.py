@@ -13,8 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from pipekernels._torch_private import disable_dynamo, is_profiler_enabled
-from pipekernels.comm.tensors import put_back, to_dense, to_dense_in_place
+from pipekernels._torch_private import (
+    disable_dynamo,
+    dispatch_mode_count,
+    is_profiler_enabled,
+    is_seen,
+)
+from pipekernels.comm.tensors import check_dense, put_back, to_dense, to_dense_in_place
 from pipekernels.distributed import derived
 from pipekernels.distributed.group import DONE, ENDED, Group
 
@@ -74,6 +79,30 @@ def check_parts(call: str, parts: Sequence[Tensor], count: int, like: Tensor | N
             )
 
 
+def check_rows(call: str, ranks: int, whole: Tensor, part: Tensor) -> None:
+    """Raise ValueError unless ``whole`` has the elements of ``ranks`` tensors like ``part``."""
+    if whole.numel() != ranks * part.numel() or whole.dtype != part.dtype:
+        raise ValueError(
+            f"{call} over {ranks} ranks needs {ranks} x {part.numel()} elements of {part.dtype}, "
+            f"got {whole.numel()} of {whole.dtype}"
+        )
+
+
+def check_alike(call: str, parts: Sequence[Sequence[Any]]) -> None:
+    """Raise ValueError unless the tensors of all parts are on the CPU, and can be read or, as
+    results, be written."""
+    for result, *inputs in parts:
+        for tensor in tensors_in([result, *inputs]):
+            if not tensor.is_cpu:
+                raise ValueError(
+                    f"{call} of several tensors needs all of them on one device, got one on the "
+                    f"CPU and one on {tensor.device}; make a call for each device"
+                )
+            check_dense(tensor)
+        for tensor in tensors_in([result]):
+            to_dense_in_place(tensor)
+
+
 def _summary(tensor: Tensor) -> tuple[int, torch.dtype, torch.device]:
     return tensor.numel(), tensor.dtype, tensor.device
 
@@ -95,6 +124,7 @@ def _collective(
     *,
     arguments: int = 2,  # How many come before the options.
     read: Callable[[Any], Any] | None = None,  # Makes the `value` of torch's options, at the call.
+    check: Callable[..., None] = lambda *_: None,  # Raises if ``run`` would refuse a part.
     native: Callable[..., bool] = lambda *_: False,  # Tries a native call; whether it was made.
     is_one: bool = False,  # The arguments are those of the only part, not lists for several.
     copies: bool = False,  # `run` copies to its results, which may be strided then.
@@ -120,6 +150,7 @@ def _collective(
                 and self._last is DONE
                 and not getattr(opts, "asyncOp", True)
                 and not is_profiler_enabled()
+                and not dispatch_mode_count()
             ):  # The caller waits, no earlier call is left, and nobody looks.
                 only = given[0] if arguments == 1 else given[:arguments]
                 if len(only) == arguments and native(calls, value, *only):
@@ -131,13 +162,28 @@ def _collective(
                 work = getattr(self._group_of(tensors[-1].device), method_name)(*given)
                 return work
 
-            def body() -> None:
-                with torch.inference_mode():  # Allows writes to its tensors.
-                    for result, *inputs in parts:
-                        if calls is None or not native(calls, value, result, *inputs):
-                            runs(self, value, result, *inputs)
+            def serve(parts: list[list[Any]]) -> dist.Work:
+                def body() -> None:
+                    # All checks come first: if one part is refused, none has started.
+                    if len(parts) > 1:
+                        check_alike(name, parts)
+                    for part in parts:
+                        check(self, value, *part)
+                    with torch.inference_mode():  # Allows writes to its tensors.
+                        for result, *inputs in parts:
+                            if calls is None or not native(calls, value, result, *inputs):
+                                runs(self, value, result, *inputs)
 
-            return self._run(opts, body, tensors_in([part[0] for part in parts]), name)
+                return self._run(opts, body, tensors_in([part[0] for part in parts]), name)
+
+            if is_seen(tensors):
+                # Of the operator's arguments, tensors come first.
+                return self._shown(
+                    method_name,
+                    given,
+                    lambda args: serve(parts_of((*args[:2], *given[2:])[:arguments], is_one)),
+                )
+            return serve(parts)
 
         return method
 
@@ -171,15 +217,26 @@ def _run_on_dense(
     "allreduce allreduce_coalesced",
     arguments=1,
     read=reduction_of,
+    check=derived.check,
     native=lambda calls, value, x: value[1] is None and calls.all_reduce_flat(x, value[0]),
 )
 def _all_reduce(group: Group, value: Any, tensor: Tensor) -> None:
     derived.all_reduce(group._comm, tensor.view(-1), *value)
 
 
-@_collective("reduce", arguments=1, read=lambda opts: (*reduction_of(opts), opts.rootRank))
+@_collective(
+    "reduce",
+    arguments=1,
+    read=lambda opts: (*reduction_of(opts), opts.rootRank),
+    check=derived.check,
+)
 def _reduce(group: Group, value: Any, tensor: Tensor) -> None:
     derived.reduce(group._comm, tensor.view(-1), *value)
+
+
+def _check_input(group: Group, value: Any, output: Tensor, input: Tensor) -> None:
+    check_rows("reduce_scatter", group.size(), input, output)
+    derived.check(group, value, output)
 
 
 @_collective(
@@ -187,6 +244,7 @@ def _reduce(group: Group, value: Any, tensor: Tensor) -> None:
     "reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced "
     "_reduce_scatter_base reduce_scatter_single",
     read=reduction_of,
+    check=_check_input,
     native=lambda calls, value, y, x: (
         value[1] is None and calls.reduce_scatter_flat(x, y, value[0])
     ),
@@ -195,9 +253,14 @@ def _reduce_scatter(group: Group, value: Any, output: Tensor, input: Tensor) -> 
     derived.reduce_scatter(group._comm, output.view(-1), to_dense(input).view(-1), *value)
 
 
-@_collective("reduce_scatter", read=reduction_of)
-def _reduce_scatter_list(group: Group, value: Any, output: Tensor, inputs: list[Tensor]) -> None:
+def _check_inputs(group: Group, value: Any, output: Tensor, inputs: list[Tensor]) -> None:
     check_parts("reduce_scatter", inputs, group.size())
+    check_parts("reduce_scatter", [inputs[group.rank()]], 1, output)
+    derived.check(group, value, output)
+
+
+@_collective("reduce_scatter", read=reduction_of, check=_check_inputs)
+def _reduce_scatter_list(group: Group, value: Any, output: Tensor, inputs: list[Tensor]) -> None:
     whole, sizes = torch.cat([x.reshape(-1) for x in inputs]), [x.numel() for x in inputs]
     if len(set(sizes)) == 1:
         return _reduce_scatter(group, value, output, whole)
@@ -225,15 +288,20 @@ def _broadcast(group: Group, root: int, tensor: Tensor) -> None:
 @_collective(
     "all_gather",
     "allgather_into_tensor_coalesced all_gather_single_coalesced _allgather_base all_gather_single",
+    check=lambda group, _, y, x: check_rows("all_gather", group.size(), y, x),
     native=lambda calls, _, y, x: calls.all_gather_flat(x, y),
 )
 def _all_gather(group: Group, _: None, output: Tensor, input: Tensor) -> None:
     group._comm.all_gather(input.reshape(-1), out=output.view(-1))
 
 
-@_collective("all_gather", "allgather", copies=True)
+@_collective(
+    "all_gather",
+    "allgather",
+    check=lambda group, _, outputs, x: check_parts("all_gather", outputs, group.size(), x),
+    copies=True,
+)
 def _all_gather_list(group: Group, _: None, outputs: list[Tensor], input: Tensor) -> None:
-    check_parts("all_gather", outputs, group.size(), input)
     # Into one tensor, as a communicator gathers; a list of tensors has no common memory.
     for row, output in zip(group._comm.all_gather(input.reshape(1, -1)), outputs, strict=True):
         output.copy_(row.view(output.shape))
@@ -242,26 +310,26 @@ def _all_gather_list(group: Group, _: None, outputs: list[Tensor], input: Tensor
 @_collective("gather", read=_root_of)
 def _gather(group: Group, root: int, outputs: list[Tensor], input: Tensor) -> None:
     check_parts("gather", outputs, group.size() if group.rank() == root else 0, input)
-    derived.gather(group._comm, group._gloo, to_dense(input), outputs, root)
+    derived.gather(group._comm, group._gloo_backend, to_dense(input), outputs, root)
 
 
 @_collective("scatter", read=_root_of)
 def _scatter(group: Group, root: int, output: Tensor, inputs: list[Tensor]) -> None:
     check_parts("scatter", inputs, group.size() if group.rank() == root else 0, output)
-    derived.scatter(group._comm, group._gloo, output, list(map(to_dense, inputs)), root)
+    derived.scatter(group._comm, group._gloo_backend, output, list(map(to_dense, inputs)), root)
 
 
 @_collective("all_to_all", "alltoall", is_one=True)
 def _all_to_all_list(group: Group, _: None, outputs: list[Tensor], inputs: list[Tensor]) -> None:
     group._comm._cpu_backend.announce("all_to_all", outputs[0])
-    group._gloo.alltoall(outputs, list(map(to_dense, inputs))).wait()
+    group._gloo_backend.alltoall(outputs, list(map(to_dense, inputs))).wait()
 
 
 @_collective("all_to_all", "alltoall_base all_to_all_single", arguments=4)
 def _all_to_all(group: Group, _: None, output: Tensor, input: Tensor, *sizes: list[int]) -> None:
     # Not views of one dimension, which take Gloo longer in inference mode.
     group._comm._cpu_backend.announce("all_to_all", output)
-    group._gloo.alltoall_base(output, to_dense(input), *sizes).wait()
+    group._gloo_backend.alltoall_base(output, to_dense(input), *sizes).wait()
 
 
 dist.Backend.register_backend("pipekernels", BackendGroup, extended_api=True, devices=["cpu"])

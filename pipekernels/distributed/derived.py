@@ -37,17 +37,25 @@ _FOLDS: dict[str, Callable[[Any, Any], Tensor]] = {
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
+def check(_: object, reduction: tuple[Any, ...], tensor: Tensor) -> None:
+    """Raise TypeError if the dtype has no such operation."""
+    dtype, op = tensor.dtype, reduction[0]
+    if (
+        (op in ("max", "min") and dtype.is_complex)
+        or (op == "avg" and dtype in (torch.bool, torch.uint64))
+        or (op in ("and", "or", "xor") and (dtype.is_floating_point or dtype.is_complex))
+    ):
+        raise TypeError(f"{dtype} has no reduction {op!r}; convert the tensor, or use another one")
+
+
 def all_reduce(comm: Collectives, tensor: Tensor, op: str, factor: Any) -> None:
     """Reduce ``tensor`` over all ranks, in place.
 
     Args:
         comm: the ranks.
         tensor: any dtype that has the operation.
-        op: a name in :data:`pipekernels.comm.codes.REDUCTIONS`.
+        op: a name in :data:`pipekernels.comm.codes.REDUCTIONS`, which :func:`check` has taken.
         factor: of the terms, if not None.
-
-    Raises:
-        TypeError: the dtype has no such operation.
     """
     backend = comm._cpu_backend
     if factor is not None:
@@ -55,7 +63,7 @@ def all_reduce(comm: Collectives, tensor: Tensor, op: str, factor: Any) -> None:
     if backend.reduces(tensor.dtype, op):
         backend.all_reduce(tensor, op, "auto")
     else:
-        _announce(comm, "all_reduce", tensor, op)
+        backend.announce("all_reduce", tensor, op)
         tensor.copy_(_reduced(comm, tensor, op))
 
 
@@ -67,15 +75,10 @@ def reduce_scatter(comm: Collectives, output: Tensor, input: Tensor, op: str, fa
         input = input * factor
     elif output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
         input = input.clone()  # A communicator's input and output must not overlap.
-    if input.numel() != comm._world_size * output.numel() or input.dtype != output.dtype:
-        raise ValueError(
-            f"reduce_scatter over {comm._world_size} ranks needs {comm._world_size} x "
-            f"{output.numel()} elements of {output.dtype}, got {input.numel()} of {input.dtype}"
-        )
     if backend.reduces(input.dtype, op):
         backend.reduce_scatter(input, output, op)
     else:
-        _announce(comm, "reduce_scatter", input, op)
+        backend.announce("reduce_scatter", input, op)
         output.copy_(_reduced(comm, input, op).view(comm._world_size, -1)[comm._rank])
 
 
@@ -89,7 +92,7 @@ def reduce(comm: Collectives, tensor: Tensor, op: str, factor: Any, root: int) -
         count, dtype = tensor.numel(), MOVABLE[tensor.dtype]
         backend.core.reduce(result.data_ptr(), count, dtype, REDUCTIONS[op], root)
     else:
-        _announce(comm, "reduce", tensor, op, root)
+        backend.announce("reduce", tensor, op, root)
         all_reduce(comm, result, op, factor)
 
 
@@ -145,15 +148,3 @@ def _reduced(comm: Collectives, tensor: Tensor, op: str) -> Tensor:
         rounding_mode = "trunc" if wide == torch.int64 else None
         total = total.div(comm._world_size, rounding_mode=rounding_mode)
     return total.to(dtype)
-
-
-def _announce(comm: Collectives, call: str, tensor: Tensor, op: str, root: int = 0) -> None:
-    """Raise TypeError if the dtype has no such operation; else check that all ranks ask for it."""
-    dtype = tensor.dtype
-    if (
-        (op in ("max", "min") and dtype.is_complex)
-        or (op == "avg" and dtype in (torch.bool, torch.uint64))
-        or (op in ("and", "or", "xor") and (dtype.is_floating_point or dtype.is_complex))
-    ):
-        raise TypeError(f"{dtype} has no reduction {op!r}; convert the tensor, or use another one")
-    comm._cpu_backend.announce(call, tensor, op, root)

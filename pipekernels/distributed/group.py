@@ -6,19 +6,28 @@ import concurrent.futures
 import datetime
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipekernels._torch_private import disable_dynamo, end_with, register_backend
+from pipekernels._torch_private import (
+    TorchDispatchMode,
+    below_modes,
+    disable_dynamo,
+    dispatch_mode_count,
+    end_with,
+    is_seen,
+    register_backend,
+    wraps,
+)
 from pipekernels.comm.bootstrap.rendezvous import Deadline, over_store
 from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.messages import backends_of
-from pipekernels.comm.tensors import to_dense
+from pipekernels.comm.tensors import put_back, to_dense_in_place
 from pipekernels.device.profiling import in_profile
 
 DONE: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -81,6 +90,26 @@ ENDED = _Ended()
 _CPU = torch.device("cpu")
 
 
+class Received(dist.Work):
+    """A ``work`` of Gloo that receives ``dense``, from where ``tensor`` gets its values."""
+
+    def __init__(self, work: dist.Work, dense: Tensor, tensor: Tensor) -> None:
+        super().__init__()
+        self._work = work
+        self._tensors = dense, tensor
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        self._work.wait(timeout)
+        put_back(*self._tensors)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed() and self.wait()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+
 def _point_to_point(name: str) -> Callable[..., dist.Work]:
     """A call with one tensor, by Gloo."""
 
@@ -94,15 +123,33 @@ def _point_to_point(name: str) -> Callable[..., dist.Work]:
                 f"{name} of a tensor on {tensor.device} needs a group of that device's backend "
                 "alone; make one, as by new_group(backend='nccl')"
             )
-        if to_dense(tensor) is not tensor:
-            raise ValueError(  # Gloo would take its memory as if it were contiguous.
-                f"{name} needs a contiguous tensor, got one of shape {tuple(tensor.shape)} and "
-                f"strides {tensor.stride()}; pass a tensor of torch.empty() or tensor.contiguous()"
-            )
-        work: dist.Work = getattr(self._gloo, name)(tensors, *args)
-        return work
+        # Gloo would take the memory of a strided tensor as if it were contiguous. Nor may it be
+        # refused: earlier calls of the same batch_isend_irecv have started.
+        dense = tensor if wraps(tensor) else to_dense_in_place(tensor)
+        work: dist.Work = getattr(self._gloo, name)([dense], *args)
+        return work if dense is tensor or name == "send" else Received(work, dense, tensor)
 
     return method
+
+
+class _Served(TorchDispatchMode):
+    """Has ``serve`` run an operator of c10d on its arguments, in place of Gloo."""
+
+    def __init__(self, serve: Callable[[Sequence[Any]], dist.Work]) -> None:
+        super().__init__()
+        self._serve = serve
+        self.work: dist.Work | None = None  # What ``serve`` has returned.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if types and dispatch_mode_count() == 0:
+            return NotImplemented  # The class of these tensors calls again, with what they wrap.
+        if func.namespace != "c10d" or dispatch_mode_count() > 0:
+            return func(*args, **(kwargs or {}))  # A mode of torch's own has other results.
+        self.work = self._serve(args)
+        boxed: Any = self.work.boxed()
+        return boxed if len(func._schema.returns) == 1 else (args[0], boxed)
 
 
 class Group(dist.ProcessGroup):
@@ -124,8 +171,10 @@ class Group(dist.ProcessGroup):
         rendezvous.all_gather("", str)
         gloo_store = dist.PrefixStore("gloo", cast(dist.Store, rendezvous.store))
         backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
-        # For calls of overridden methods that the communicator does not support.
+        # For calls of overridden methods that the communicator does not support: operators, which
+        # modes see. Calls that they have seen use the backend itself.
         self._gloo = dist.ProcessGroup(gloo_store, rank, world_size)
+        self._gloo_backend = backend
         for group in (self, self._gloo):
             register_backend(group, _CPU, backend)
         self._comm = cast(Communicator, Communicator._join(rendezvous, seconds, MOST_BLOCKS))
@@ -160,7 +209,22 @@ class Group(dist.ProcessGroup):
     def barrier(  # type: ignore[override] # The two overloads of torch.
         self, opts: Any = None, timeout: Any = None
     ) -> dist.Work:
-        return self._run(opts, self._comm.barrier, [], "barrier")
+        def serve(_: Sequence[Any]) -> dist.Work:
+            return self._run(opts, self._comm.barrier, [], "barrier")
+
+        if opts is None:  # Torch calls again with options.
+            return super().barrier(*() if timeout is None else (timeout,))
+        return self._shown("barrier", (opts,), serve) if is_seen(()) else serve(())
+
+    def _shown(
+        self, method: str, given: Sequence[Any], serve: Callable[[Sequence[Any]], dist.Work]
+    ) -> dist.Work:
+        """What ``serve`` returns, which is called as torch calls a backend: by an operator, with
+        the operator's arguments, unless a mode that observes operators takes the call."""
+        served = _Served(serve)
+        with below_modes(served):
+            work: dist.Work = getattr(self._gloo, method)(*given)
+        return served.work or work
 
     def _run(
         self, opts: Any, body: Callable[[], object], results: list[Tensor], name: str

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipekernels._arguments import check_kind
 from pipekernels.huggingface.pretrained import save_full_models
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.linear import (
@@ -66,29 +67,39 @@ def add_adapters(model: nn.Module, config: Any, adapter_name: str = "default") -
 
 
 def _check_config(config: Any, lora: Any) -> None:
-    """Raise ValueError if adapters of ``config`` need whole weights."""
+    """Raise TypeError if ``config`` is not one of LoRA, ValueError if its adapters need whole
+    weights."""
+    check_kind("config", config, sys.modules["peft"].LoraConfig, "a peft.LoraConfig")
     plain = copy.copy(config)
     plain.init_lora_weights = False
     with torch.device("meta"):  # Draws no random numbers.
         trial = lora.Linear(nn.Linear(1, 1), "trial", plain, r=1)
-    if config.init_lora_weights not in (True, False, "gaussian") or trial.lora_variant:
+    whole = [type(variant).__name__ for variant in trial.lora_variant.values()]
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        whole.append(f"init_lora_weights={config.init_lora_weights!r}")
+    if config.trainable_token_indices:
+        whole.append("trainable_token_indices")
+    if whole:
         raise ValueError(
-            f"adapters with init_lora_weights={config.init_lora_weights!r} and "
-            f"use_dora={config.use_dora} read whole weights, but a rank has only a shard; use "
-            "plain LoRA (init_lora_weights True, False or 'gaussian'), or add them before "
+            f"adapters with {' and '.join(whole)} read whole weights, but a rank has only a shard; "
+            "use plain LoRA (init_lora_weights True, False or 'gaussian'), or add them before "
             "tensor_parallelize"
         )
 
 
 def shard_later_adapters(model: nn.Module) -> None:
     """Let peft shard the adapters that ``add_adapter``, ``load_adapter`` and
-    ``add_weighted_adapter`` add to layers of ``model`` which have some. They become collectives."""
+    ``add_weighted_adapter`` add to layers of ``model`` which have some. They become collectives.
+    And let deep copies keep peft's wrappers of layers."""
     lora: Any = sys.modules.get("peft.tuners.lora")
+    wrapper: Any = import_module("peft.utils.other").ModulesToSaveWrapper if lora else ()
     for module in model.modules() if lora is not None else ():
         if isinstance(module, lora.Linear) and isinstance(module.base_layer, ShardedLinear):
             set_attribute(module, "update_layer", MethodType(_update_layer, module))
         elif isinstance(module, lora.LoraModel) and sharded_layers(module):
             set_attribute(module, "add_weighted_adapter", MethodType(_add_weighted, module))
+        elif isinstance(module, wrapper):  # It would forward to its layer, and copy that alone.
+            set_attribute(module, "__deepcopy__", None)
 
 
 def _update_layer(self: Any, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
@@ -147,11 +158,11 @@ class Peft(PlanProvider):
         if peft is None or not isinstance(model, peft.PeftModel):
             return model
         for name, config in model.peft_config.items():
-            if config.peft_type == peft.PeftType.PREFIX_TUNING:
+            if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE"):
                 raise ValueError(
-                    f"the adapter {name!r} uses prefix tuning, which passes keys and values of all "
-                    "heads to every layer, but a rank has only some heads; use LoRA or prompt "
-                    "tuning"
+                    f"peft's adapter {name!r} of the kind {config.peft_type.value} passes keys and "
+                    "values of all heads to every layer, but a rank has only some heads; use LoRA "
+                    "or prompt tuning"
                 )
         base: nn.Module = model.get_base_model()
         return base
@@ -161,14 +172,29 @@ class Peft(PlanProvider):
 
     def parts_of(self, name: str, module: Any, kind: LayerKind) -> list[Part]:
         """A linear layer with LoRA adapters consists of the layer and the factors that are sharded
-        with it: a column-parallel layer's second ones, a row-parallel layer's first ones."""
-        lora: Any = sys.modules.get("peft.tuners.lora.layer")
-        if lora is None or not isinstance(module, lora.Linear):
+        with it: a column-parallel layer's second ones, a row-parallel layer's first ones. A layer
+        that adapters train whole consists of the original and theirs."""
+        if "peft" not in sys.modules:
             return []
-        if any(module.use_dora.values()):
+        tuners: Any = import_module("peft.tuners")
+        others: Any = import_module("peft.utils.other")
+        is_saved = isinstance(module, others.ModulesToSaveWrapper)
+        if is_saved and not list(module.original_module.children()):
+            saved: nn.ModuleDict = module.modules_to_save
+            copies = [
+                (f"{name}.modules_to_save.{key}", layer, kind) for key, layer in saved.items()
+            ]
+            return [(f"{name}.original_module", module.original_module, kind), *copies]
+        wrappers = tuners.tuners_utils.BaseTunerLayer, others.AuxiliaryTrainingWrapper
+        if not isinstance(module, wrappers):
+            return []
+        variants = getattr(module, "lora_variant", {}).values()
+        if not isinstance(module, tuners.lora.Linear) or variants:
+            shown = [type(module), *map(type, variants)]
             raise TypeError(
-                f"{name!r} has a DoRA adapter, which needs the norms of the whole weight; merge it "
-                "first (merge_and_unload), or leave this layer as it is"
+                f"{name!r} is wrapped by peft's {' and '.join(each.__qualname__ for each in shown)}"
+                f" of {type(module).__module__}, which needs the whole layer; merge the adapter "
+                "first (merge_and_unload), use plain LoRA, or leave this layer as it is"
             )
         factor = "lora_A" if kind.cuts_input else "lora_B"
         adapters: nn.ModuleDict = getattr(module, factor)

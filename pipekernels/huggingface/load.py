@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
 from pipekernels._torch_private import non_persistent_buffers
+from pipekernels.huggingface.pretrained import communicators, raised_on_all
 from pipekernels.tensor_parallel.data_parallel import distributed_like
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
@@ -101,6 +102,7 @@ def _stacks(transform: Any) -> bool:
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_DISTRIBUTED = "shard-*-model-*-of-*.safetensors"  # from_pretrained prefers these to the others.
 _PART = re.compile(r"(.+)\.[a-z_]*(scale|block|quant|absmax|zero)[a-z_]*(\..+)?")
 _FLOATS = ("F64", "F32", "F16", "BF16")  # Of these, a conversion is a value of the other dtype.
 
@@ -110,36 +112,53 @@ def load_pretrained(
 ) -> None:
     """Load the files that transformers' ``save_pretrained`` wrote, in place. Each rank reads only
     its slices of sharded layers, so no rank ever holds the whole model
-    (:doc:`/guides/transformers`). Not a collective.
+    (:doc:`/guides/transformers`). A collective over the ranks of the sharded layers: what one rank
+    raises, all raise, with its rank.
 
     Args:
         model: a transformers model, or any module whose state dict has the names in the files.
             Parameters and buffers may be on the meta device. They keep their dtypes.
-        folder: contains ``model.safetensors``, or ``model.safetensors.index.json`` and the files
-            that it names.
+        folder: has ``model.safetensors``, or else ``model.safetensors.index.json`` and the files
+            that it names; or the one of such files that its ``config.json`` names in
+            ``transformers_weights``: as for ``from_pretrained``.
         device: receives what is on the meta device; the rest stays where it is.
 
     Raises:
-        FileNotFoundError: neither file exists, or a file that the index names is missing.
+        FileNotFoundError: there are only files of other formats or variants, or a file that the
+            index names is missing.
         ValueError: a file or the index is malformed, or the index names files of other folders;
             the files lack a parameter or persistent buffer of the model, or have one of another
             shape, or of integers or float8 in place of floats; the weights are quantized (load
             them by ``from_pretrained`` and shard the model then); or the value of another buffer
-            is not known. The model is then unchanged.
+            is not known. The model is then unchanged on all ranks.
         ImportError: safetensors is not installed.
+        RuntimeError: a rank of several has another error, such as of reading.
     """
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("folder", folder, (str, Path), "a path")
-    folder = Path(folder)
-    # All checks come first, as the model is to stay unchanged if one fails.
+    comms = communicators(model)
+    # All checks come first, on all ranks: the model is to stay unchanged if one fails.
+    with raised_on_all(comms):
+        sources = _sources(model, Path(folder))
+        computed = _computed_buffers(model, device)
+    with raised_on_all(comms), torch.no_grad():
+        for target, source in sources:
+            target.put(target.read(source()), device)
+    for module, buffers in computed:
+        module._buffers.update(buffers)
+
+
+def _sources(model: nn.Module, folder: Path) -> list[tuple[_Target, Slice]]:
+    """What is to be loaded, and from where; raises as :func:`load_pretrained`."""
     files = _renamed(_slices(folder), model)
     targets = _targets(model)
     keys = [_key_of(target, files, model) for target in targets]
     _check_not_quantized(folder, files, keys)
-    found = (
-        target.problem(None if key is None else files[key]())
-        for target, key in zip(targets, keys, strict=True)
-    )
+    sources = [None if key is None else files[key] for key in keys]
+    found = [
+        target.problem(None if source is None else source())
+        for target, source in zip(targets, sources, strict=True)
+    ]
     if problems := list(filter(None, found)):
         shown = "; ".join(problems[:8]) + ("; ..." if len(problems) > 8 else "")
         raise ValueError(
@@ -147,13 +166,7 @@ def load_pretrained(
             "configuration with which the files were saved, or load it by from_pretrained and "
             "shard it then"
         )
-    computed = _computed_buffers(model, device)
-    for target, key in zip(targets, keys, strict=True):
-        assert key is not None
-        with torch.no_grad():
-            target.put(target.read(files[key]()), device)
-    for module, buffers in computed:
-        module._buffers.update(buffers)
+    return [(t, s) for t, s in zip(targets, sources, strict=True) if s is not None]
 
 
 class _Target(NamedTuple):
@@ -226,8 +239,7 @@ def _check_not_quantized(
 ) -> None:
     """Raise ValueError if the files hold weights that are no values by themselves: the
     configuration beside them says so, or a tensor is a part of another, such as its scale."""
-    config = folder / "config.json"
-    fields = json.loads(config.read_text()) if config.is_file() else {}
+    fields = _fields(folder / "config.json")
     found = "quantization_config" if fields.get("quantization_config") else None
     for key in files if found is None else ():
         part = None if key in keys else _PART.fullmatch(key)
@@ -256,38 +268,15 @@ def _slices(folder: Path) -> dict[str, Slice]:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError("load_pretrained needs safetensors: pip install safetensors") from error
-    # Which files there are: those of the index, or the only one.
-    index = folder / _INDEX
-    places = _weight_map(index) if index.is_file() else None
-    if places is None and not (folder / _SINGLE).is_file():
-        raise FileNotFoundError(
-            f"{folder} has neither {_SINGLE} nor {_INDEX}; save the model with "
-            "save_pretrained(folder), which writes them"
-        )
-    names = [_SINGLE] if places is None else sorted(set(places.values()))
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise FileNotFoundError(
-            f"{index} names {', '.join(missing)}, which {folder} lacks; copy all files of the "
-            "checkpoint there"
-        )
-    # Which tensors each has, which the index may not agree with.
-    held: dict[str, dict[str, None]] = {}
-    for name in names:
+    places: dict[str, str] = {}
+    for name in _files_in(folder):
         try:
             with safe_open(folder / name, framework="pt") as file:
-                held[name] = dict.fromkeys(file.keys())
+                places |= dict.fromkeys(file.keys(), name)
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{folder / name} is not a file of safetensors: {error}; copy it there again"
             ) from error
-    places = dict.fromkeys(held[_SINGLE], _SINGLE) if places is None else places
-    lost = sorted(f"{key} in {name}" for key, name in places.items() if key not in held[name])
-    if lost:
-        raise ValueError(
-            f"{index} names {', '.join(lost[:8])}, which the files lack; copy all files of one "
-            "checkpoint there"
-        )
 
     # Each opens its file anew: what was read of a mapped file is memory of this process until the
     # mapping ends, with the last slice or view of it.
@@ -298,25 +287,56 @@ def _slices(folder: Path) -> dict[str, Slice]:
     return {key: partial(slice_of, key, name) for key, name in places.items()}
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor; ValueError if the index is malformed."""
+def _files_in(folder: Path) -> list[str]:
+    """The files of the weights that ``from_pretrained`` takes, in its order: a tensor is that of
+    the last file that has it, wherever an index has it."""
+    chosen = _fields(folder / "config.json").get("transformers_weights")
+    shards = [] if chosen else sorted(path.name for path in folder.glob(_DISTRIBUTED))
+    present = (name for name in (_SINGLE, _INDEX) if (folder / name).is_file())
+    name = chosen or next(present, None)
+    if shards or name is None:
+        others = shards or sorted(path.name for path in folder.glob("*model*"))
+        raise FileNotFoundError(
+            f"{folder} has neither {_SINGLE} nor {_INDEX} alone, but {others[:8] or 'no weights'}; "
+            "load the model by from_pretrained, and save it with save_pretrained(folder), which "
+            "writes them"
+        )
+    by_config = _beside(folder / "config.json", "transformers_weights", [name])
+    if not name.endswith(".index.json"):
+        return by_config
+    places = _fields(folder / name).get("weight_map")
+    values = places.values() if isinstance(places, dict) else [places]
+    names = _beside(folder / name, "weight_map", values)
+    if missing := [each for each in names if not (folder / each).is_file()]:
+        raise FileNotFoundError(
+            f"{folder / name} names {', '.join(missing)}, which {folder} lacks; copy all files of "
+            "the checkpoint there"
+        )
+    return names
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON, empty if there is no file; ValueError for another file."""
     try:
-        places: Any = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"{index} has no weight_map ({type(error).__name__}); save the model with "
-            "save_pretrained(folder), which writes it"
-        ) from error
-    # An index may come from anywhere: it names files beside it only.
-    names = list(places.values()) if isinstance(places, dict) else [places]
+        fields = json.loads(path.read_text()) if path.is_file() else {}
+        if isinstance(fields, dict):
+            return fields
+    except (ValueError, RecursionError) as error:
+        fields = error
+    raise ValueError(f"{path} has no JSON object, but {fields!r:.200}; copy it there again")
+
+
+def _beside(path: Path, field: str, names: Iterable[Any]) -> list[str]:
+    """``names`` without repetitions, sorted; ValueError unless all are of files beside ``path``,
+    which may come from anywhere."""
     wrong = [n for n in names if not isinstance(n, str) or Path(n).name != n or "\0" in n]
-    if wrong or not isinstance(places, dict):
+    if wrong:
         raise ValueError(
-            f"the weight_map of {index} must map tensors to names of files beside it, got "
-            f"{', '.join(sorted(set(map(str, wrong or names))))[:200]}; save the model with "
+            f"{field} of {path} must name files beside it, got "
+            f"{', '.join(sorted(set(map(str, wrong))))[:200]}; save the model with "
             "save_pretrained(folder)"
         )
-    return places
+    return sorted(set(names))
 
 
 def _renamed(files: dict[str, Slice], model: nn.Module) -> dict[str, Slice]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -20,9 +20,11 @@ from pipekernels.tensor_parallel.state import gather_state_dict
 
 def save_full_models(model: nn.Module) -> None:
     """Let ``save_pretrained`` of every transformers model in ``model`` that has sharded layers save
-    the full weights. It becomes a collective: rank 0 writes, the others wait for it."""
+    the full weights. It becomes a collective: rank 0 writes, the others wait for it. Nor can they
+    resize sharded embeddings."""
     for module in sharded_models(model):
         set_attribute(module, "save_pretrained", MethodType(_save_pretrained, module))
+        set_attribute(module, "resize_token_embeddings", MethodType(_resize, module))
     peft: Any = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel) and sharded_layers(model):
         set_attribute(model, "save_pretrained", MethodType(_save_adapters, model))
@@ -52,6 +54,47 @@ def replaced(instance: object, name: str, method: object) -> Iterator[None]:
         delattr(instance, name)
 
 
+def _resize(self: Any, *args: Any, **kwargs: Any) -> Any:
+    ends = filter(None, (self.get_input_embeddings(), self.get_output_embeddings()))
+    if (args or kwargs) and any(map(sharded_layers, ends)):
+        raise TypeError(
+            "resize_token_embeddings cannot resize embeddings or heads that are sharded; call it "
+            "before tensor_parallelize, or after tensor_unparallelize"
+        )
+    return type(self).resize_token_embeddings(self, *args, **kwargs)
+
+
+class _Problem(NamedTuple):
+    """Of a rank: the class and the message of its error, empty without one."""
+
+    kind: str
+    message: str
+
+
+_KINDS = {kind.__name__: kind for kind in (FileNotFoundError, ImportError, ValueError)}
+
+
+@contextmanager
+def raised_on_all(comms: Sequence[Communicator]) -> Iterator[None]:
+    """Raises an error of its body on all ranks: of one of the classes ``_KINDS``, else a
+    RuntimeError; with the rank. A collective over each of ``comms``; without one, changes nothing.
+    """
+    problem, cause = _Problem("", ""), None
+    try:
+        yield
+    except Exception as error:
+        if not comms:
+            raise
+        kind, cause = type(error).__name__, error
+        prefix = "" if kind in _KINDS else f"{kind}: "
+        problem = _Problem(kind, f"rank {comms[0].rank}: {prefix}{error}")
+    for comm in comms:
+        by_rank = comm._exchange(problem, _Problem)
+        problem = next((each for each in by_rank if each.kind), problem)
+    if problem.kind:
+        raise _KINDS.get(problem.kind, RuntimeError)(problem.message) from cause
+
+
 def _save_adapters(self: Any, save_directory: Any, **kwargs: Any) -> None:
     _save_pretrained(self, save_directory, **kwargs)
 
@@ -75,14 +118,13 @@ def _save_pretrained(
         state_dict = gather_state_dict(self, keep=writes)
     else:
         _check_full(self, state_dict)
-    if writes:
-        shards = sharded_parameters(self).items()
-        shapes = {parameter: layer.full_shape(name) for parameter, (layer, name) in shards}
-        count = sum(prod(shapes.get(p, p.shape)) for p in self.parameters())
-        with replaced(self, "num_parameters", lambda *_, **__: count):  # For the files' index.
-            type(self).save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
-    for comm in comms:
-        comm.barrier()
+    with raised_on_all(comms):
+        if writes:
+            shards = sharded_parameters(self).items()
+            shapes = {parameter: layer.full_shape(name) for parameter, (layer, name) in shards}
+            count = sum(prod(shapes.get(p, p.shape)) for p in self.parameters())
+            with replaced(self, "num_parameters", lambda *_, **__: count):  # For the files' index.
+                type(self).save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
 
 
 def _check_full(model: nn.Module, state_dict: Mapping[str, Any]) -> None:

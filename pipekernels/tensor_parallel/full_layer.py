@@ -37,10 +37,10 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def features_of(linear: Any) -> tuple[int, int]:
-    """Input and output features of an ``nn.Linear`` or ``Conv1D``."""
-    if isinstance(linear, nn.Linear):
-        return linear.in_features, linear.out_features
-    return linear.nx, linear.nf
+    """Input and output features of an ``nn.Linear`` or ``Conv1D``, by its weight: peft ties linear
+    layers by giving them others."""
+    first, second = linear.weight.shape
+    return (second, first) if isinstance(linear, nn.Linear) else (first, second)
 
 
 def full_layer(parameters: Mapping[str, nn.Parameter], *, transposed: bool) -> nn.Module:

@@ -1,14 +1,16 @@
 """LoRA adapters of peft in sharded models."""
 
 import copy
+import inspect
 import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.checks import full_gradients
 from support.levels import in_gate
-from support.models import model_of, run_sharded, tokens
+from support.models import assert_close_to_largest, model_of, run_sharded, tokens
 from support.ranks import on_ranks, run_threads
 from torch import nn
 
@@ -19,6 +21,7 @@ from pipekernels.tensor_parallel import (
     plan_for,
     tensor_unparallelize,
 )
+from pipekernels.tensor_parallel.sharded import sharded_layers
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
@@ -107,7 +110,10 @@ def test_adapters_added_to_a_sharded_model(comm: Communicator, name: str, tmp_pa
 def test_adapters_that_need_whole_weights_are_refused(comm: Communicator) -> None:
     model = tensor_parallelize(model_of("Llama"), "auto", comm)
     before = dict(model.named_modules())
-    for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
+    with pytest.raises(TypeError, match="config must be a peft.LoraConfig, got IA3Config"):
+        add_adapters(model, peft.IA3Config())
+    tokens_of_lora = {"trainable_token_indices": [3]}
+    for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}, tokens_of_lora):
         with pytest.raises(ValueError, match=r"read whole weights.*before tensor_parallelize"):
             add_adapters(model, config_of("Llama", **options))
     assert before == dict(model.named_modules())
@@ -160,8 +166,119 @@ def test_the_plan_shows_the_parts() -> None:
     assert f"{prefix}.o_proj.lora_B.default" not in kinds
 
 
+# Of LoRA, around layers of every kind: how many layers are sharded in a model whose head is tied to
+# its embedding, and in one where it is not; 0 if the model is refused.
+WRAPPED = {
+    "plain": ({}, 20, 20),
+    "biases": ({"lora_bias": True, "bias": "all"}, 20, 20),
+    "head": ({"target_modules": ["lm_head"]}, 17, 17),
+    "embedding": ({"target_modules": ["embed_tokens"]}, 14, 15),
+    "head and embedding": ({"target_modules": ["lm_head", "embed_tokens"]}, 15, 16),
+    "head trained whole": ({"modules_to_save": ["lm_head"]}, 21, 21),
+    "embedding trained whole": ({"modules_to_save": ["embed_tokens"]}, 21, 21),
+    "both trained whole": (
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, 22, 21,
+    ),
+    "projection trained whole": ({"modules_to_save": ["o_proj"]}, 22, 22),
+    "MLP trained whole": ({"modules_to_save": ["mlp"], "target_modules": ["k_proj"]}, 12, 12),
+    "attention trained whole": ({"modules_to_save": ["self_attn"], "target_modules": ["up_proj"]},)
+    + (0, 0),
+    "norm trained whole": ({"modules_to_save": ["norm"]}, 20, 20),
+    "tokens": ({"trainable_token_indices": [3, 4]}, 18, 19),
+    "DoRA of the head": ({"use_dora": True, "target_modules": ["lm_head"]}, 14, 15),
+    "DoRA": ({"use_dora": True}, 0, 0),
+    "activated LoRA": ({"alora_invocation_tokens": [3]}, 0, 0),
+    "parameter": ({"target_modules": [], "target_parameters": ["q_proj.weight"]}, 0, 0),
+}  # fmt: skip
+
+
+def check_wrapped(plain: Any, sharded: int | None) -> None:
+    """The model is refused, in words about peft's wrapper, or gives the outputs and gradients of
+    one process with ``sharded`` layers, if that is given, of which some are sharded."""
+    for key, parameter in plain.named_parameters():
+        if parameter.requires_grad and "lora" in key:
+            nn.init.normal_(parameter, std=0.3)
+    options = {"labels": tokens(2, 9)}
+    if "task_ids" in inspect.signature(plain.forward).parameters:
+        options["task_ids"] = torch.tensor([0, 0])
+
+    def results(model: Any) -> dict[str, torch.Tensor]:
+        output = model(input_ids=tokens(2, 9), **options).logits
+        output.square().mean().backward()
+        return {"output": output.detach(), **full_gradients(model)}
+
+    expected = results(copy.deepcopy(plain))
+    bound = 2**-21  # Norms are computed in float32.
+
+    def body(model: Any, comm: Communicator) -> None:
+        assert len(sharded_layers(model)) == (sharded or len(sharded_layers(model))) > 0
+        assert_close_to_largest(results(copy.deepcopy(model)), expected, bound)
+        assert_close_to_largest(results(tensor_unparallelize(model)), expected, bound)
+
+    if sharded == 0:
+        with pytest.raises((TypeError, ValueError), match="peft's|is not like the small copy"):
+            run_sharded(plain, 2, body)
+    else:
+        run_sharded(plain, 2, body)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("case", WRAPPED)
+def test_wrappers_of_every_layer(case: str, tied: bool) -> None:
+    options, *counts = WRAPPED[case]
+    options = {
+        "r": 3,
+        "target_modules": ["q_proj", "down_proj"],
+        "task_type": "CAUSAL_LM",
+    } | options
+    model = peft.get_peft_model(
+        model_of("Llama, tied" if tied else "Llama"), peft.LoraConfig(**options)
+    )
+    check_wrapped(model.double(), counts[not tied])
+
+
+# Options of peft's other adapters, where defaults do not fit a small model.
+KINDS = {
+    "ADALORA": {"total_step": 9},
+    "ADAPTION_PROMPT": {"adapter_len": 2, "adapter_layers": 1, "target_modules": None},
+    "C3A": {"block_size": 8},
+    "CPT": {"cpt_token_ids": [1, 2], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2]},
+    "IA3": {"feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["norm"]},
+    "MISS": {"r": 4},
+    "MULTITASK_PROMPT_TUNING": {"num_tasks": 2},
+    "POLY": {"n_tasks": 2},
+    "ROAD": {"group_size": 8},
+    "SHIRA": {"r": 2},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [3, 4]},
+    "VBLORA": {"vector_length": 8},
+    "WAVEFT": {"n_frequency": 20},
+}
+WORKS = {
+    "ADAPTION_PROMPT", "CPT", "LN_TUNING", "LORA", "MULTITASK_PROMPT_TUNING", "PROMPT_TUNING",
+    "P_TUNING", "TRAINABLE_TOKENS",
+}  # fmt: skip
+# They need scikit-learn, a compiler for CUDA, a second model, and files of other adapters.
+UNTRIED = {"ADAMSS", "BOFT", "SHADOW", "XLORA"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    in_gate(
+        ["IA3", "PREFIX_TUNING", "PROMPT_TUNING", "VERA"],
+        sorted({str(kind.value) for kind in peft.PeftType} - UNTRIED),
+    ),
+)
+def test_every_kind_of_adapter(kind: str) -> None:
+    config = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    common = {"target_modules": ["q_proj", "down_proj"], "num_virtual_tokens": 3}
+    options = {key: v for key, v in common.items() if key in inspect.signature(config).parameters}
+    options |= {"task_type": "CAUSAL_LM"} | KINDS.get(kind, {})
+    model = peft.get_peft_model(model_of("Llama").float(), config(**options)).double()
+    check_wrapped(model, None if kind in WORKS else 0)
+
+
 def test_what_cannot_be_sharded_is_refused() -> None:
-    dora = adapted("Llama", use_dora=True)
     models = [adapted("Llama"), adapted("Llama")]
     torch.manual_seed(9)
     nn.init.normal_(models[1].get_parameter(
@@ -169,8 +286,6 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     ))  # fmt: skip
 
     def body(comm: Communicator) -> None:
-        with pytest.raises(TypeError, match="'model.layers.0.self_attn.q_proj' has a DoRA adapter"):
-            tensor_parallelize(dora, "auto", comm)
         with pytest.raises(ValueError, match="up_proj.lora_A.default.weight' on rank 1 is not"):
             tensor_parallelize(models[comm.rank], "auto", comm)
 

@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,7 @@ from support.ranks import run_processes, run_threads
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
+from pipekernels.huggingface.load import _Target
 from pipekernels.tensor_parallel import load_pretrained
 
 safetensors = pytest.importorskip("safetensors")
@@ -34,6 +37,8 @@ from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
 NAMES = [*DECODERS, "BERT", "T5", "ViT"]
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+SHARD = "shard-00001-model-00001-of-00002.safetensors"
 
 
 def meta_model(name: str) -> nn.Module:
@@ -86,23 +91,70 @@ def test_saved_loaded_on_other_ranks_and_saved_again(name: str, tmp_path: Path) 
 def test_each_rank_reads_its_slices_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = model_of("Llama")
     plain.save_pretrained(tmp_path)
-    read: list[int] = []
+    read: Counter[int] = Counter()
+    counting(monkeypatch, read)
 
     def body(model: nn.Module, comm: Communicator) -> None:
         for parameter in model.parameters():
             parameter.data.zero_()
-        comm.barrier()
-        if comm.rank == 3:
-            counting(monkeypatch, read)
-            load_pretrained(model, tmp_path)
-            held = sum(parameter.nbytes for parameter in model.parameters())
-            assert sum(read) == held < 0.3 * sum(p.nbytes for p in plain.parameters())
-            own = model.get_submodule("model.layers.0.mlp.down_proj")
-            assert torch.equal(
-                own.weight, own.shard("weight", plain.state_dict()[f"{own.name}.weight"])
-            )
+        load_pretrained(model, tmp_path)
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        assert read[get_ident()] == held < 0.3 * sum(p.nbytes for p in plain.parameters())
+        own = model.get_submodule("model.layers.0.mlp.down_proj")
+        assert torch.equal(
+            own.weight, own.shard("weight", plain.state_dict()[f"{own.name}.weight"])
+        )
 
     run_sharded(plain, 4, body)
+
+
+def test_what_one_rank_raises_all_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = model_of("Llama")
+    plain.save_pretrained(tmp_path / "right")
+    model_of("GPT-2").save_pretrained(tmp_path / "wrong")
+    (tmp_path / "cut").mkdir()
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes((tmp_path / "right" / file.name).read_bytes()[:-1])
+    read, failing = _Target.read, set()
+
+    def failing_read(target: _Target, file: Any) -> Tensor:
+        if get_ident() in failing:
+            raise MemoryError("full")
+        return read(target, file)
+
+    monkeypatch.setattr(_Target, "read", failing_read)
+
+    def body(model: Any, comm: Communicator) -> None:
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        for name, error, says in (
+            ("missing", FileNotFoundError, "rank 1: .*missing has neither"),
+            ("cut", ValueError, "rank 1: .*cut/model.safetensors is not a file of safetensors"),
+            ("wrong", ValueError, "rank 1: .*wrong does not fit Llama"),
+        ):
+            with pytest.raises(error, match=says):
+                load_pretrained(model, tmp_path / ("right", name)[comm.rank])
+            assert_same_state(model.state_dict(), before)
+        failing.update([get_ident()] * comm.rank)
+        with pytest.raises(RuntimeError, match="rank 1: MemoryError: full"):
+            load_pretrained(model, tmp_path / "right")
+        failing.clear()
+        with pytest.raises(RuntimeError, match="rank 0: NotADirectoryError"):
+            model.save_pretrained(file / "folder")
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        load_pretrained(model, tmp_path / "right")
+        assert_same_state(model.state_dict(), before)
+
+    run_sharded(plain, 2, body)
+
+
+def test_sharded_embeddings_are_not_resized() -> None:
+    def body(model: Any, _: Communicator) -> None:
+        with pytest.raises(TypeError, match="that are sharded; call it before tensor_parallelize"):
+            model.resize_token_embeddings(70)
+        assert model.resize_token_embeddings() is model.get_input_embeddings()
+
+    run_sharded(model_of("Llama"), 2, body)
 
 
 def memory(field: str) -> int:
@@ -144,8 +196,8 @@ def test_no_rank_ever_holds_more_than_its_share(tmp_path: Path) -> None:
         assert peak <= base + 1.1 * held
 
 
-def counting(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
-    """Note the bytes of every slice that is read of a safetensors file."""
+def counting(monkeypatch: pytest.MonkeyPatch, read: Counter[int]) -> None:
+    """Count the bytes that each thread reads of safetensors files."""
     real = safetensors.safe_open
 
     class Slice:
@@ -155,7 +207,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
 
         def __getitem__(self, key: Any) -> torch.Tensor:
             value = self.inner[key]
-            read.append(value.nbytes)
+            read[get_ident()] += value.nbytes
             return value
 
     @contextlib.contextmanager
@@ -190,40 +242,76 @@ def test_what_does_not_fit_is_refused_and_nothing_changed(tmp_path: Path) -> Non
     refused(FileNotFoundError, rf"index.json names {file}, which .* lacks; copy all files")
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "says"),
-    [
-        ({"0.weight": "../other.safetensors"}, r"files beside it, got \.\./other.safetensors"),
-        ({"0.weight": "."}, r"files beside it, got \."),
-        (["model.safetensors"], "files beside it"),
-        ({"0.lost": "model.safetensors"}, "0.lost in model.safetensors, which the files lack"),
-    ],
-)
-def test_an_index_names_tensors_of_files_beside_it(
-    weight_map: Any, says: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for path in (tmp_path / "other.safetensors", folder / "model.safetensors"):
-        save_file({"0.weight": torch.ones(2, 2)}, path)
-    index = {"weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=says):
-        load_pretrained(nn.Sequential(nn.Linear(2, 2, bias=False)), folder)
+def test_files_are_those_of_from_pretrained(tmp_path: Path) -> None:
+    """Of a folder that gets more and more of them, each with other values."""
+    plain = model_of("Llama")
+    plain.save_pretrained(tmp_path, max_shard_size="20KB")
+    config, index = tmp_path / CONFIG, tmp_path / INDEX
+
+    def write(name: str, scale: int) -> None:
+        state = {key: value * scale for key, value in plain.state_dict().items()}
+        save_file(state, tmp_path / name, metadata={"format": "pt"})
+
+    def check() -> None:
+        expected = type(plain).from_pretrained(tmp_path, dtype=torch.float64).state_dict()
+        model = copy.deepcopy(plain)
+        load_pretrained(model, tmp_path)
+        assert_same_state(model.state_dict(), expected)
+
+    check()
+    entries = json.loads(index.read_text())
+    entries["weight_map"]["more"] = "model-00009-of-00099.safetensors"
+    index.write_text(json.dumps(entries))
+    names = [
+        "model-00009-of-00099.safetensors",
+        "model.fp16.safetensors",
+        SINGLE,
+        "weights.safetensors",
+    ]
+    for scale, name in enumerate(names, 2):
+        write(name, scale)
+        check()
+    fields = json.loads(config.read_text())
+    for name in ("weights.safetensors", index.name):
+        config.write_text(json.dumps(fields | {"transformers_weights": name}))
+        check()
 
 
-INDEX = ("model.safetensors.index.json", "index.json has no weight_map")
-FILE = ("model.safetensors", "model.safetensors is not a file of safetensors")
+REFUSED = {  # Contents of files, where True is a file of safetensors; what the error says.
+    "none": ({}, "but no weights"),
+    "pickles": ({"pytorch_model.bin": ""}, "alone, but \\['pytorch_model.bin'\\]; load the model"),
+    "variant": (
+        {"model.fp16.safetensors": True},
+        "alone, but \\['model.fp16.safetensors'\\]; load",
+    ),
+    "distributed": ({SINGLE: True, SHARD: True}, f"alone, but \\['{SHARD}'\\]; load"),
+    "other folder": ({INDEX: {"weight_map": {"0.weight": "../a"}}}, r"beside it, got \.\./a"),
+    "folder": ({INDEX: {"weight_map": {"0.weight": "."}}}, r"beside it, got \."),
+    "list": ({INDEX: {"weight_map": [[SINGLE]]}}, "weight_map of .* must name files"),
+    "no map": ({INDEX: {}}, "weight_map of .* must name files beside it, got None"),
+    "lost": ({INDEX: {"weight_map": {"0.weight": SINGLE}}}, f"names {SINGLE}, which .* lacks"),
+    "chosen": (
+        {CONFIG: {"transformers_weights": f"../{INDEX}"}},
+        "transformers_weights of .*, got",
+    ),
+    "cut": ({INDEX: "{"}, "index.json has no JSON object"),
+    "nested": ({INDEX: "[" * 100_000}, "index.json has no JSON object"),
+    "array": ({SINGLE: True, CONFIG: []}, r"config.json has no JSON object, but \[\]; copy"),
+    "text": ({SINGLE: "x" * 20}, f"{SINGLE} is not a file of safetensors"),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "says", "text"),
-    [*((*INDEX, text) for text in ("{", "[]", "{}", "[" * 100_000)), (*FILE, "x" * 20)],
-)
-def test_a_malformed_file_is_refused(name: str, says: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=says):
-        load_pretrained(nn.Linear(2, 2), tmp_path)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_is_refused(name: str, tmp_path: Path) -> None:
+    files, says = REFUSED[name]
+    for file, content in files.items():
+        if content is True:
+            save_file({"0.weight": torch.ones(2, 2)}, tmp_path / file)
+        else:
+            text = content if isinstance(content, str) else json.dumps(content)
+            (tmp_path / file).write_text(text)
+    with pytest.raises((FileNotFoundError, ValueError), match=says):
+        load_pretrained(nn.Sequential(nn.Linear(2, 2, bias=False)), tmp_path)
 
 
 def test_buffers_without_a_value_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from torch import nn
@@ -11,6 +12,7 @@ from pipekernels._arguments import check_kind
 from pipekernels.tensor_parallel.full_layer import REMEDY, check_weights, extras_of
 from pipekernels.tensor_parallel.plan.auto import auto_plan
 from pipekernels.tensor_parallel.plan.kinds import (
+    COLUMN,
     KINDS,
     SIZED_KINDS,
     HookKind,
@@ -19,7 +21,7 @@ from pipekernels.tensor_parallel.plan.kinds import (
     kinds_by_name,
     parse,
 )
-from pipekernels.tensor_parallel.plan.providers import PROVIDERS, Part
+from pipekernels.tensor_parallel.plan.providers import parts_of
 from pipekernels.tensor_parallel.plan.ties import tied_layers
 
 
@@ -56,15 +58,22 @@ def match(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], world_siz
         named = {name: (kind, "auto") for name, kind in kinds.items()}
     else:
         raise ValueError(f"plan must be a mapping or 'auto', got {plan!r}")
+    # A wrapper that needs what it wraps whole may be around several layers.
+    modules = dict(model.named_modules(remove_duplicate=False))
+    outers = {outer for name in named for outer in accumulate(name.split("."), "{}.{}".format)}
+    layer_names = {name for name, (kind, _) in named.items() if isinstance(kind, LayerKind)}
+    for outer in sorted(outers - layer_names):
+        parts_of(outer, modules[outer], COLUMN)
     # By modules: one with several names is sharded once, and all its names must agree.
     layers: dict[nn.Module, tuple[str, LayerKind]] = {}
     hooked: dict[nn.Module, tuple[str, HookKind]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in modules.items():
         kind, pattern = named.get(name, (None, ""))
         if isinstance(kind, HookKind):
             hooked[module] = name, kind
         # A wrapper, such as a layer with adapters, has several layers in it.
-        for part, layer, layer_kind in _parts(name, module, kind):
+        parts = parts_of(name, module, kind) if isinstance(kind, LayerKind) else []
+        for part, layer, layer_kind in parts:
             if layer is model:
                 raise ValueError(
                     f"{pattern!r} matches the model itself, which cannot be replaced in place; use "
@@ -89,14 +98,6 @@ def _parsed(plan: Mapping[str, str]) -> dict[str, Kind]:
             raise ValueError(f"plan[{pattern!r}] must be one of {known}, got {word!r}")
         kinds[pattern] = kind
     return kinds
-
-
-def _parts(name: str, module: nn.Module, kind: Kind | None) -> list[Part]:
-    """The layers to shard in ``module``, perhaps only itself."""
-    if not isinstance(kind, LayerKind):
-        return []
-    parts = (provider.parts_of(name, module, kind) for provider in PROVIDERS)
-    return next(filter(None, parts), [(name, module, kind)])
 
 
 def _check_layer(layer: nn.Module, kind: LayerKind, where: str) -> None:

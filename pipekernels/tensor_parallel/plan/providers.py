@@ -53,7 +53,7 @@ class PlanProvider:
         """
 
     def parts_of(self, name: str, module: nn.Module, kind: LayerKind) -> list[Part]:
-        """The layers of ``module``, if it consists of several."""
+        """The layers of ``module``, if it wraps some. TypeError if they must stay whole."""
         return []
 
     def prepare(self, model: nn.Module) -> None:
@@ -67,6 +67,12 @@ PROVIDERS: list[PlanProvider] = []
 def register_plan_provider(provider: PlanProvider) -> None:
     """Let ``tensor_parallelize`` ask ``provider``, before those registered earlier."""
     PROVIDERS.insert(0, provider)
+
+
+def parts_of(name: str, module: nn.Module, kind: LayerKind) -> list[Part]:
+    """The layers to shard in ``module``, perhaps only itself. TypeError if they must stay whole."""
+    parts = (provider.parts_of(name, module, kind) for provider in PROVIDERS)
+    return next(filter(None, parts), [(name, module, kind)])
 
 
 def base_of(model: nn.Module) -> nn.Module:

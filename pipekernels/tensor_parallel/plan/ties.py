@@ -14,6 +14,7 @@ from pipekernels.tensor_parallel.plan.kinds import (
     Kind,
     LayerKind,
 )
+from pipekernels.tensor_parallel.plan.providers import parts_of
 
 
 def tied_layers(
@@ -44,11 +45,20 @@ def tied_layers(
 def with_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> dict[str, Kind]:
     """``kinds`` with the embeddings that share the weight of a sharded head; without the layers
     that share a parameter with something else, and without embeddings that are more than a lookup
-    or have hooks, such as that of gradient checkpointing."""
-    # An embedding must be a plain lookup, as it is replaced.
+    or have hooks, such as that of gradient checkpointing. Of an embedding or a head in a wrapper,
+    the layers of the wrapper, if they may be sharded."""
     groups = [owners.keys() for owners in _shared_parameters(model).values()]
     modules = dict(model.named_modules(remove_duplicate=False))
+    kinds = {
+        part: kind
+        for name, kind in kinds.items()
+        for part in (_layers_in(name, modules[name]) or () if _is_of_vocabulary(kind) else (name,))
+    }
+    # An embedding must be a plain lookup, as it is replaced.
     lookups = {name for name, m in modules.items() if is_embedding(m) and not is_hooked(m)}
+    wrappers = (f"{name}." for name, m in modules.items() if _layers_in(name, m) is None)
+    for wrapper in wrappers:
+        lookups = {name for name in lookups if not name.startswith(wrapper)}
     whole = {name for name, kind in kinds.items() if kind == EMBEDDING} - lookups
     tied = dict(kinds)
     for names in groups:
@@ -62,6 +72,18 @@ def with_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> dict[str, Kind]:
         whole = whole.union(*split)
     left = {modules[name] for name in whole}
     return {name: kind for name, kind in tied.items() if modules[name] not in left}
+
+
+def _is_of_vocabulary(kind: Kind) -> bool:
+    return isinstance(kind, LayerKind) and kind.is_of_vocabulary
+
+
+def _layers_in(name: str, module: nn.Module) -> list[str] | None:
+    """The names of the layers to shard in an embedding or a head; None if it must stay whole."""
+    try:
+        return [part for part, _, _ in parts_of(name, module, EMBEDDING)]
+    except TypeError:
+        return None
 
 
 def _shared_parameters(model: nn.Module) -> dict[nn.Parameter, dict[str, nn.Module]]:
