@@ -69,23 +69,25 @@ def test_layers_share_a_program_that_serves_texts_of_all_lengths(counter: Compil
     assert counter.frame_count == 2
 
 
-def test_a_layer_is_handed_to_the_compiler_once_per_prompt(
+def test_guards_of_a_layer_run_once_per_prompt(
     counter: CompileCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = model_of("Llama").eval()
     model.get_output_embeddings = lambda: None  # As of a head by an unknown name.
     compile_decoding(model, max_length=64)
     calls: list[None] = []
-    call = decoding._Program.__call__
+    find = decoding._Programs.find
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args: Any) -> Any:
         calls.append(None)
-        return call(*args, **kwargs)
+        return find(*args)
 
-    monkeypatch.setattr(decoding._Program, "__call__", counted)
-    for prompt in range(1, 4):
+    monkeypatch.setattr(decoding._Programs, "find", counted)
+    model.generate(tokens(2, 5), **GREEDY)
+    for _ in range(3):
+        calls.clear()
         model.generate(tokens(2, 5), **GREEDY)
-        assert len(calls) == prompt * len(model.model.layers)
+        assert len(calls) == len(model.model.layers)
 
 
 def test_changes_between_prompts_are_seen(counter: CompileCounter) -> None:
