@@ -185,9 +185,7 @@ def accepted_program(
 ) -> tuple[Callable[..., Any], Any] | None:
     """What ``torch.compile`` has made of ``function`` for ``arguments``: a program, all of whose
     guards hold now and which checks none, and the number of its compilation."""
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    for entry in _debug_get_cache_entry_list(function.__code__):
+    for entry in torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__):
         if entry.guard_manager.check(arguments):
             # A copy of the globals, from which the compiler deletes programs whose guards broke.
             return FunctionType(entry.code, dict(function.__globals__)), entry.compile_id
@@ -217,9 +215,11 @@ def guarding_hooks(recompile_limit: int) -> contextlib.AbstractContextManager[No
 def refusals() -> tuple[type[Exception], ...]:
     """What ``torch.compile`` raises where it cannot trace a function; its backend raises others."""
     from torch._dynamo import exc
+    from torch.fx.experimental import symbolic_shapes
 
-    traced = exc.Unsupported, exc.UserError, exc.TorchRuntimeError, exc.InternalTorchDynamoError
-    return *traced, exc.FailOnRecompileLimitHit
+    untraced = exc.Unsupported, exc.UserError, exc.UncapturedHigherOrderOpError
+    failed = exc.TorchRuntimeError, exc.InternalTorchDynamoError, exc.FailOnRecompileLimitHit
+    return *untraced, *failed, symbolic_shapes.GuardOnDataDependentSymNode
 
 
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:

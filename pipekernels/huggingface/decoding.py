@@ -37,7 +37,6 @@ from pipekernels.huggingface.decoder_graph import Memory, decompose_attention, j
 from pipekernels.tensor_parallel.changes import set_attribute
 
 _log = logging.getLogger(__name__)
-_CONSTANTS = bool, int, float, str, torch.dtype, torch.device, type(None)
 _PROGRAMS = 64  # The most that layers of a model have: kinds of layers times sizes of batches.
 _MODES = "greedy_search", "sample", "beam_search", "beam_sample"
 
@@ -200,6 +199,9 @@ class _OwnCache:
         return self.layer.update(keys, values, *args, **kwargs)
 
 
+_CONSTANTS = bool, int, float, str, torch.dtype, torch.device, type(None), _OwnCache
+
+
 class _Step:
     """The ``forward`` of a decoder layer during a call of ``generate``: its compiled program where
     that applies."""
@@ -209,28 +211,28 @@ class _Step:
         self._programs = programs
         self._memory = memory
         self._indices: set[int] = set()  # In the cache.
+        self._own: _OwnCache | None = None
         self._replays: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._is_step(*args, *kwargs.values()):
             return self._run_eagerly(args, kwargs)
         cache = self._call.cache
-        own = _OwnCache(cache.layers[next(iter(self._indices))])
-        arguments = (
-            self._memory.layer,
-            tuple(own if value is cache else value for value in args),
-            {name: own if value is cache else value for name, value in kwargs.items()},
-        )
-        likeness = _likeness((*arguments[1], *kwargs, *arguments[2].values()))
+        own = self._own = self._own or _OwnCache(cache.layers[next(iter(self._indices))])
+        own_args = tuple(own if value is cache else value for value in args)
+        own_kwargs = {key: own if value is cache else value for key, value in kwargs.items()}
+        arguments = self._memory.layer, own_args, own_kwargs
+        likeness = _likeness((*own_args, *own_kwargs, *own_kwargs.values()))
         program = self._replays.get(likeness)
         if program is None:
-            program, is_constant = self._programs.find(*arguments)
-            if is_constant:
+            program, can_replay = self._programs.find(*arguments)
+            if can_replay:
                 self._replays[likeness] = program
         try:
-            return self._programs.run(program, self._memory, *arguments)
+            self._programs.thread.memory = self._memory
+            return program(*arguments)
         except refusals() as error:
-            _log.info("the layers of this call of generate() are not compiled: %s", error)
+            _log.info("a call of generate() is not compiled: %s", str(error).partition("\n")[0])
             self._call.is_eager = True
             return self._run_eagerly(args, kwargs)
 
@@ -265,9 +267,7 @@ def _likeness(value: Any) -> Any:
         return value.shape, value.stride(), value.dtype
     if isinstance(value, tuple):
         return tuple(map(_likeness, value))
-    if isinstance(value, _CONSTANTS):
-        return type(value), value
-    return _OwnCache if type(value) is _OwnCache else object()
+    return (type(value), value) if isinstance(value, _CONSTANTS) else object()
 
 
 class _Programs:
@@ -279,17 +279,13 @@ class _Programs:
         self._function = FunctionType(code, globals())
         self._compiled = torch.compile(self._function, fullgraph=True, backend=self._backend)
         self._changing: set[Any] = set()  # Programs that change what their guards look at.
-        self._thread = threading.local()
+        self.thread = threading.local()
 
     def find(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Callable[..., Any], bool]:
         """The program whose guards hold, and whether they then stay so; else the compiler."""
         arguments = {"layer": layer, "args": args, "kwargs": kwargs}
         found = accepted_program(self._function, arguments)
         return found and (found[0], found[1] not in self._changing) or (self._compile, False)
-
-    def run(self, program: Callable[..., Any], memory: Memory, *arguments: Any) -> Any:
-        self._thread.memory = memory
-        return program(*arguments)
 
     def _compile(self, *arguments: Any) -> Any:
         with guarding_hooks(recompile_limit=_PROGRAMS):
@@ -304,7 +300,7 @@ class _Programs:
         code = inductor(graph, inputs, {"size_asserts": False})
 
         def run(*given: Any) -> Any:
-            joined = self._thread.memory.join([[given[i] for i in group] for group in groups])
+            joined = self.thread.memory.join([[given[i] for i in group] for group in groups])
             inputs = list(given)
             for group, tensor in zip(groups, joined, strict=True):
                 inputs[group[0]] = tensor
