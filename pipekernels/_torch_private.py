@@ -20,6 +20,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,6 +139,10 @@ def module_has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in names)
 
 
+has_global_hooks = nn.modules.module._has_any_global_hook
+"""Whether hooks are registered for all modules, which torch.compile does not guard."""
+
+
 def are_parametrizations_cached() -> bool:
     """Whether the program is in ``parametrize.cached()``, whose values belong to one graph."""
     return parametrize._cache_enabled > 0
@@ -173,6 +178,48 @@ def inductor(
 
     compiled: Callable[..., Sequence[Any]] = torch._inductor.compile(graph, inputs, options)
     return compiled
+
+
+def accepted_program(
+    function: FunctionType, arguments: dict[str, Any]
+) -> tuple[Callable[..., Any], Any] | None:
+    """What ``torch.compile`` has made of ``function`` for ``arguments``: a program, all of whose
+    guards hold now and which checks none, and the number of its compilation."""
+    for entry in torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__):
+        if entry.guard_manager.check(arguments):
+            # A copy of the globals, from which the compiler deletes programs whose guards broke.
+            return FunctionType(entry.code, dict(function.__globals__)), entry.compile_id
+    return None
+
+
+def current_compilation() -> tuple[Any, bool]:
+    """For a backend: the number of its compilation, and whether the program sets attributes or
+    items of objects that are there before, on which its own guards may depend."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    variables = effects.id_to_variable.values()
+    changes = any(each.source is not None and effects.is_modified(each) for each in variables)
+    return torch._guards.CompileContext.current_compile_id(), changes
+
+
+def guarding_hooks(recompile_limit: int) -> contextlib.AbstractContextManager[None]:
+    """Let ``torch.compile`` guard that modules have no hooks, which it leaves out by default."""
+    import torch._dynamo
+
+    options = {"skip_nnmodule_hook_guards": False, "recompile_limit": recompile_limit}
+    context: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(options)
+    return context
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What ``torch.compile`` raises where it cannot trace a function; its backend raises others."""
+    from torch._dynamo import exc
+    from torch.fx.experimental import symbolic_shapes
+
+    untraced = exc.Unsupported, exc.UserError, exc.UncapturedHigherOrderOpError
+    failed = exc.TorchRuntimeError, exc.InternalTorchDynamoError, exc.FailOnRecompileLimitHit
+    return *untraced, *failed, symbolic_shapes.GuardOnDataDependentSymNode
 
 
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:

@@ -3,51 +3,56 @@
 A step of greedy decoding multiplies a few rows: it takes as long as reading the weights, plus the
 time of Python between the products. transformers compiles this step on GPUs only, and as one
 program of all layers, which takes minutes on a CPU. Here each decoder layer is a program, and equal
-layers share one, as in *regional compilation* of torch's tutorials. Checks that the compiler's
-dispatch repeats for each token, at the cost of all small operations, run once per prompt:
+layers share one, as in *regional compilation* of torch's tutorials.
 
-* which layers share a program, and whether one has changed (:class:`_Program`, :func:`_signature`);
-* which tensors of the layer, of its cache and of the call a program takes (:class:`_Replay`);
-* where its weights lie, see :class:`_Memory`.
+The compiler alone decides which program fits a layer, by all of its guards. Guards take as long as
+a layer's small operations. So they run for each layer at the first token of a call of ``generate``,
+and the later tokens of this call replay the programs. Between calls the layers are not compiled.
 
 Each layer gets its own cache, since its index in a shared one would be a constant of the program.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import math
-import mmap
-import re
+import logging
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import accumulate, chain
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
-from pipekernels._torch_private import inductor
-from pipekernels.comm import Communicator
+from pipekernels._torch_private import (
+    accepted_program,
+    current_compilation,
+    dispatch_mode_count,
+    guarding_hooks,
+    has_global_hooks,
+    inductor,
+    refusals,
+)
+from pipekernels.huggingface.decoder_graph import Memory, decompose_attention, join_products
 from pipekernels.tensor_parallel.changes import set_attribute
 
-_HUGE_PAGE = 2 << 20  # bytes
-_Programs = dict[tuple[Any, ...], "_Program"]
+_log = logging.getLogger(__name__)
+_PROGRAMS = 64  # The most that layers of a model have: kinds of layers times sizes of batches.
+_MODES = "greedy_search", "sample", "beam_search", "beam_sample"
 
 
 def compile_decoding(model: nn.Module, max_length: int | None = None) -> nn.Module:
-    """Compile the decoder layers of a transformers model for ``generate`` on CPUs, and let
-    ``generate`` keep keys and values in a static cache.
+    """Compile the decoder layers of a transformers model for ``generate`` on CPUs, which then keeps
+    keys and values in a static cache.
 
     The compiled layers process one new token per sequence, without gradients; everything else,
     such as the prompt, runs as before. The first token waits for the compiler, tens of seconds on a
     cold disk cache (``TORCHINDUCTOR_CACHE_DIR``), and so does the first token after layers change.
-    Tokens equal those of the uncompiled model, up to rounding.
+    Tokens equal those of the uncompiled model, up to rounding. Changes of the model are seen by the
+    next call of ``generate``. Calls whose layers cannot be compiled run as before: the log says
+    why.
+
+    A call that is given a cache, or ``cache_implementation``, runs as before, too.
     :func:`~pipekernels.tensor_parallel.tensor_unparallelize` undoes this.
 
     Args:
@@ -61,23 +66,18 @@ def compile_decoding(model: nn.Module, max_length: int | None = None) -> nn.Modu
     Raises:
         ValueError: ``model`` cannot be compiled layer by layer, or is on a GPU, where ``generate``
             compiles by itself with ``cache_implementation="static"``; or torch is older than 2.10.
-        RuntimeError: from the compiler, while generating: a layer cannot be compiled alone, or
-            does more with a cache than append to it.
+        RuntimeError: while generating: the compiler fails, as without a C++ compiler.
     """
-    programs: _Programs = {}
-    for layer in _decoder_layers(model):
-        if not isinstance(layer.forward, _Step):
-            set_attribute(layer, "forward", _Step(layer, programs))
+    _check(model)
     generating: Any = model
-    _Memory(generating.get_output_embeddings() or nn.Module()).join([])
-    config = generating.generation_config
-    config.cache_implementation = "static"
-    config.max_cache_len = max_length
-    config.disable_compile = True  # Of all layers as one program.
+    generate = vars(model).get("generate")
+    before = generate.generate if isinstance(generate, _Generate) else generating.generate
+    set_attribute(model, "generate", _Generate(model, before, max_length))
+    Memory(generating.get_output_embeddings() or nn.Module()).join([])
     return model
 
 
-def _decoder_layers(model: Any) -> list[nn.Module]:
+def _check(model: Any) -> None:
     name = type(model).__name__
     if not hasattr(model, "generation_config") or not model.can_generate():
         raise ValueError(
@@ -90,221 +90,103 @@ def _decoder_layers(model: Any) -> list[nn.Module]:
             f"compile_decoding is for CPUs, and the model is on {model.device}; there pass "
             'cache_implementation="static" to generate(), which compiles by itself'
         )
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers: list[nn.Module] = [
-        module
-        for module in model.get_decoder().modules()
-        if isinstance(module, GradientCheckpointingLayer) and _index(module) is not None
-    ]
-    if model.config.is_encoder_decoder or not model._can_compile_fullgraph or not layers:
+    can_compile = model._can_compile_fullgraph and not model.config.is_encoder_decoder
+    if not can_compile or not _decoder_layers(model):
         raise ValueError(
             f"{name} cannot be compiled by layers: that takes a decoder alone, which transformers "
-            "can compile with a static cache, and which has attention in each layer; generate() "
-            "without compile_decoding"
+            "can compile with a static cache; generate() without compile_decoding"
         )
-    return layers
 
 
-def _index(layer: nn.Module) -> int | None:
-    """The index of the layer's keys and values in a cache."""
-    found = (vars(module).get("layer_idx") for module in layer.modules())
-    return next((index for index in found if index is not None), None)
+def _decoder_layers(model: Any) -> list[nn.Module]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    modules = model.get_decoder().modules()
+    return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _tensors_of(layer: nn.Module) -> Iterator[Tensor]:
-    yield from layer.parameters()
-    yield from layer.buffers()
+class _Generate:
+    """``generate`` of a model, which replaces the ``forward`` of decoder layers while it runs."""
+
+    def __init__(self, model: Any, generate: Callable[..., Any], max_length: int | None) -> None:
+        self.generate = generate
+        self._model = model
+        self._max_length = max_length
+        self._length = max_length or 0  # Of the last cache.
+        self._programs = _Programs()
+        self._memories: dict[nn.Module, Memory] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Generate, (self._model, self.generate, self._max_length)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model, memories = self._model, self._memories
+        # A layer whose forward was replaced already, by the user or another thread, keeps it.
+        layers = [layer for layer in _decoder_layers(model) if "forward" not in vars(layer)]
+        self._memories = {layer: memories.get(layer) or Memory(layer) for layer in layers}
+        is_custom = kwargs.get("custom_generate") is not None
+        if is_custom or not layers or model.device.type != "cpu":
+            return self.generate(*args, **kwargs)
+        call = _Call()
+        prepare = partial(self._prepare_cache, call)
+        replaced: list[Any] = [(model, "_prepare_cache_for_generation", prepare)]
+        for layer, memory in self._memories.items():
+            replaced.append((layer, "forward", _Step(call, self._programs, memory)))
+        try:
+            for module, name, value in replaced:
+                vars(module)[name] = value
+            output = self.generate(*args, **kwargs)
+        finally:
+            for module, name, value in replaced:
+                if vars(module).get(name) is value:
+                    del vars(module)[name]
+        if call.cache is not None and getattr(output, "past_key_values", None) is call.cache:
+            output.past_key_values = _growing(call.cache, model.config)
+        return output
+
+    def _prepare_cache(
+        self, call: _Call, config: Any, inputs: dict[str, Any], mode: Any, batch: int, length: int
+    ) -> None:
+        """Replace the growing cache of ``generate`` by a static one."""
+        from transformers import DynamicCache, StaticCache
+        from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+        model, key = self._model, "past_key_values"
+        is_given = inputs.get(key) is not None or config.cache_implementation is not None
+        type(model)._prepare_cache_for_generation(model, config, inputs, mode, batch, length)
+        if is_given or mode.value not in _MODES or type(inputs.get(key)) is not DynamicCache:
+            return
+        self._length = max(self._length, length)
+        cache = StaticCache(model.config, self._length)
+        if all(type(layer) in (StaticLayer, StaticSlidingWindowLayer) for layer in cache.layers):
+            call.cache = inputs[key] = cache
 
 
-def _state(layer: nn.Module) -> tuple[Any, ...]:
-    return *_signature(layer), *map(id, _tensors_of(layer))
+def _growing(static: Any, config: Any) -> Any:
+    """The cache that ``generate`` returns by itself, with the content of a static one."""
+    from transformers import DynamicCache
+
+    result: Any = DynamicCache(config=config.get_text_config(decoder=True))
+    for layer, full in zip(result.layers, static.layers, strict=True):
+        length = int(full.get_seq_length())
+        if length:
+            layer.update(full.keys[:, :, :length], full.values[:, :, :length])
+            if layer.is_sliding:
+                layer.cumulative_length = length
+    return result
 
 
-def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """All that a layer's program depends on: equal layers differ in tensor values only."""
-    found: list[Any] = []
-    for name, module in layer.named_modules():
-        found += name, type(module), tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            found += key, tensor is None or (tensor.dtype, tensor.shape, tensor.stride())
-        for key, value in vars(module).items():
-            if value is None or isinstance(value, bool | int | float | str):
-                found += key, key != "layer_idx" and value
-            elif isinstance(value, Communicator):
-                found += key, value.handle
-            else:
-                found += key, getattr(value, "_attn_implementation", None)
-    return tuple(found)
+class _Call:
+    """What the layers share during a call of ``generate``."""
 
+    def __init__(self) -> None:
+        self.cache: Any = None
+        self.is_eager = False
 
-class _Program:
-    """The compiled ``forward`` of equal layers."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        # Without the wrapper that all classes share, and with code of its own, since it is by the
-        # code that the compiler finds programs.
-        f = getattr(type(layer).forward, "__wrapped__", type(layer).forward)
-        own = FunctionType(f.__code__.replace(), f.__globals__, None, f.__defaults__, f.__closure__)
-        own.__kwdefaults__ = f.__kwdefaults__
-        options: Any = {"guard_filter_fn": _guards_of_arguments}
-        self._forward: Callable[..., Any] = torch.compile(
-            own, fullgraph=True, backend=self._compile, options=options
-        )
-        self._keeps_state: bool | None = None  # Known after the first call.
-        self._thread = threading.local()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Program:
-        return self
-
-    def _compile(self, graph: fx.GraphModule, inputs: list[Any], **_: Any) -> Callable[..., Any]:
-        _decompose_attention(graph.graph)
-        groups = _join_products(graph.graph, inputs)
-        graph.recompile()
-        code = inductor(graph, inputs, {"size_asserts": False})
-
-        def run(*given: Any) -> Any:
-            joined = self._thread.memory.join([[given[i] for i in group] for group in groups])
-            inputs = list(given)
-            for group, tensor in zip(groups, joined, strict=True):
-                inputs[group[0]] = tensor
-            outputs = code(*inputs)
-            self._thread.ran = code, given, inputs, outputs
-            return outputs
-
-        return run
-
-    def __call__(self, memory: _Memory, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """The output; and code, inputs, the same with some joined, and outputs, unless ``forward``
-        changes the layer itself."""
-        thread = self._thread
-        thread.memory = memory
-        before = _state(memory.layer) if self._keeps_state is None else None
-        output = self._forward(memory.layer, *args, **kwargs)
-        if self._keeps_state is None:
-            self._keeps_state = _state(memory.layer) == before
-        ran = thread.ran if self._keeps_state else None
-        thread.memory = thread.ran = None
-        return output, ran
-
-
-def _guards_of_arguments(guards: Iterable[Any]) -> list[bool]:
-    """Only these: :func:`_signature` has all that is known of the layer and its class."""
-    return [not re.search(r"\bself\b|\bG\[", guard.name) for guard in guards]
-
-
-def _decompose_attention(graph: fx.Graph) -> None:
-    """Write attention of one query per head as products and sums, which the compiler fuses: torch's
-    kernel, made for blocks of queries, takes 1.3 to 8 times as long."""
-    names = "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
-    for node in graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
-        given = dict(zip(names, node.args, strict=False)) | node.kwargs
-        query, mask = given["query"].meta["example_value"], given.get("attn_mask")
-        others = given.get("dropout_p") or given.get("is_causal") or given.get("enable_gqa")
-        if query.shape[-2] > 1 or others:
-            continue
-        # Summed in float32, as torch's kernel does.
-        with graph.inserting_before(node):
-            proxy: Any = partial(fx.Proxy, tracer=fx.proxy.GraphAppendingTracer(graph))
-            wide = torch.promote_types(query.dtype, torch.float32)
-            q, k, v = (proxy(given[name]).to(wide) for name in names[:3])
-            scores = (q * k).sum(-1) * (given.get("scale") or query.shape[-1] ** -0.5)
-            if mask is not None:
-                row = proxy(mask).squeeze(-2)
-                is_bool = mask.meta["example_value"].dtype == torch.bool
-                scores = torch.where(row, scores, -math.inf) if is_bool else scores + row
-            weights = torch.softmax(scores, -1).unsqueeze(-1)
-            result = (weights * v).sum(-2, keepdim=True).to(query.dtype)
-        node.replace_all_uses_with(result.node)
-        graph.erase_node(node)
-
-
-def _join_products(graph: fx.Graph, inputs: list[Any]) -> list[list[int]]:
-    """Make one product of those that share their input, such as queries, keys and values. Of each
-    group of inputs that are joined, by place, the first one is to receive them all."""
-    product = torch.ops.pipekernels.linear
-    places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
-    # By input, and by whether they have scales and biases.
-    alike: dict[Any, list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=product):
-        x, *operands = node.args
-        alike.setdefault((x, *(each is None for each in operands)), []).append(node)
-    groups = []
-    for nodes in alike.values():
-        # Weights, scales and biases: each column can be joined if nothing else uses them.
-        columns = [each for each in zip(*(node.args[1:] for node in nodes), strict=True) if each[0]]
-        are_own = all(each in places and len(each.users) == 1 for each in chain(*columns))
-        if len(nodes) == 1 or not are_own:
-            continue
-        sizes = [inputs[places[weight]].shape[0] for weight in columns[0]]
-        for column in columns:
-            group = [places[each] for each in column]
-            inputs[group[0]] = torch.cat([inputs[place] for place in group])
-            groups.append(group)
-        with graph.inserting_before(nodes[0]):
-            y = graph.call_function(product, nodes[0].args)
-            for node, size, end in zip(nodes, sizes, accumulate(sizes), strict=True):
-                part = graph.call_function(torch.narrow, (y, -1, end - size, size))
-                node.replace_all_uses_with(graph.call_method("contiguous", (part,)))
-        for node in nodes:
-            graph.erase_node(node)
-    return groups
-
-
-class _Memory:
-    """Holds a layer's tensors in huge pages, where the system has them, and those of a group one
-    after another. Products then read their weights up to 1.2 times as fast."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-        self._bytes: bytearray | mmap.mmap = bytearray()
-        self._address = 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Memory:
-        return _Memory(copy.deepcopy(self.layer, memo))
-
-    def join(self, groups: list[list[Tensor]]) -> list[Tensor]:
-        """Each group as one tensor: a copy, if its tensors cannot be moved."""
-        grouped = set(map(id, chain(*groups)))
-        others = ([each] for each in _tensors_of(self.layer) if id(each) not in grouped)
-        runs = [run for run in (*groups, *others) if all(map(_is_movable, run))]
-        with torch.inference_mode(False):
-            if not all(map(self._holds, runs)):
-                self._move(runs)
-            return [self._joined(run) if self._holds(run) else torch.cat(run) for run in groups]
-
-    def _holds(self, run: list[Tensor]) -> bool:
-        """Whether tensors are here, one after another."""
-        starts = [each.data_ptr() - self._address for each in run]
-        ends = [start + each.nbytes for start, each in zip(starts, run, strict=True)]
-        return starts[1:] == ends[:-1] and 0 <= starts[0] < len(self._bytes)
-
-    def _joined(self, run: list[Tensor]) -> Tensor:
-        shape = sum(map(len, run)), *run[0].shape[1:]
-        return self._tensor(run[0].data_ptr() - self._address, run[0].dtype, shape)
-
-    def _tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        flat = torch.frombuffer(self._bytes, dtype=dtype, count=math.prod(shape), offset=offset)
-        return flat.view(shape)
-
-    def _move(self, runs: list[list[Tensor]]) -> None:
-        sizes = [-(-sum(each.nbytes for each in run) // 64) * 64 for run in runs]
-        self._bytes = pages = mmap.mmap(-1, sum(sizes) + _HUGE_PAGE, access=mmap.ACCESS_COPY)
-        with contextlib.suppress(OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        self._address = self._tensor(0, torch.uint8, [1]).data_ptr()
-        start = -self._address % _HUGE_PAGE
-        for run, size in zip(runs, sizes, strict=True):
-            offset = start
-            for each in run:
-                each.data = self._tensor(offset, each.dtype, each.shape).copy_(each.detach())
-                offset += each.nbytes
-            start += size
-
-
-def _is_movable(tensor: Tensor) -> bool:
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous()
-    return is_plain and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
+    def empty(self) -> set[int]:
+        """The layers of the cache that the first pass has not reached yet."""
+        layers = () if self.cache is None else self.cache.layers
+        return {index for index, layer in enumerate(layers) if not layer.is_initialized}
 
 
 class _OwnCache:
@@ -317,107 +199,111 @@ class _OwnCache:
         return self.layer.update(keys, values, *args, **kwargs)
 
 
+_CONSTANTS = bool, int, float, str, torch.dtype, torch.device, type(None), _OwnCache
+
+
 class _Step:
-    """The ``forward`` of a decoder layer: its compiled program where that applies."""
+    """The ``forward`` of a decoder layer during a call of ``generate``: its compiled program where
+    that applies."""
 
-    def __init__(self, layer: nn.Module, programs: _Programs) -> None:
-        from transformers import Cache
-
-        self._memory = _Memory(layer)
-        self._eager = layer.forward
-        self._index: Any = _index(layer)
+    def __init__(self, call: _Call, programs: _Programs, memory: Memory) -> None:
+        self._call = call
         self._programs = programs
-        self._cache_type = Cache
-        self._cache: Callable[[], Any] = lambda: None
-        self._replay: _Replay | None = None
+        self._memory = memory
+        self._indices: set[int] = set()  # In the cache.
+        self._own: _OwnCache | None = None
+        self._replays: dict[Any, Callable[..., Any]] = {}
 
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        values = *args, *kwargs.values()
-        cache = next((each for each in values if isinstance(each, self._cache_type)), None)
-        if (
-            cache is None
-            or x.shape[1] > 1
-            or torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-        ):
-            return self._eager(x, *args, **kwargs)
-        # A new cache, of another prompt: look for the program anew, as the layer may have changed.
-        if cache is not self._cache():
-            if not cache.is_compileable:
-                return self._eager(x, *args, **kwargs)
-            self._cache = weakref.ref(cache, self._forget)
-            self._replay = None
-            signature = _signature(self._memory.layer)
-            if signature not in self._programs:
-                self._programs[signature] = _Program(self._memory.layer)
-            self._program = self._programs[signature]
-        # The values of this call and of the layer's cache, from which a replay takes its inputs.
-        layer = cache.layers[self._index]
-        rest = (each for each in values if each is not cache)
-        given = _leaves((x, *rest, tuple(kwargs), *vars(layer).values()))
-        likeness = list(map(_likeness, given))
-        if self._replay is not None and self._replay.likeness == likeness:
-            return self._replay(given)
-        own = _OwnCache(layer)
-        args = tuple(own if each is cache else each for each in args)
-        kwargs = {name: own if each is cache else each for name, each in kwargs.items()}
-        output, ran = self._program(self._memory, x, *args, **kwargs)
-        self._replay = ran and _replay(ran, self._memory.layer, given, likeness, output)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._is_step(*args, *kwargs.values()):
+            return self._run_eagerly(args, kwargs)
+        cache = self._call.cache
+        own = self._own = self._own or _OwnCache(cache.layers[next(iter(self._indices))])
+        own_args = tuple(own if value is cache else value for value in args)
+        own_kwargs = {key: own if value is cache else value for key, value in kwargs.items()}
+        arguments = self._memory.layer, own_args, own_kwargs
+        likeness = _likeness((*own_args, *own_kwargs, *own_kwargs.values()))
+        program = self._replays.get(likeness)
+        if program is None:
+            program, can_replay = self._programs.find(*arguments)
+            if can_replay:
+                self._replays[likeness] = program
+        try:
+            self._programs.thread.memory = self._memory
+            return program(*arguments)
+        except refusals() as error:
+            _log.info("a call of generate() is not compiled: %s", str(error).partition("\n")[0])
+            self._call.is_eager = True
+            return self._run_eagerly(args, kwargs)
+
+    def _is_step(self, x: Tensor, *values: Any) -> bool:
+        """Whether the layer processes one new token per sequence, at a known place of the cache."""
+        call = self._call
+        return (
+            x.shape[1] == 1
+            and any(value is call.cache for value in values)
+            and not call.is_eager
+            and len(self._indices) == 1
+            and (bool(self._replays) or not call.empty())
+            and not torch.is_grad_enabled()
+            and dispatch_mode_count() == 0
+            and not has_global_hooks()
+        )
+
+    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        empty = self._call.empty()
+        output = _forward(self._memory.layer, args, kwargs)
+        self._indices |= empty - self._call.empty()
         return output
 
-    def _forget(self, _: Any) -> None:
-        self._replay = None
 
-
-def _leaves(values: Iterable[Any]) -> list[Any]:
-    leaves: list[Any] = []
-    for value in values:
-        leaves += value if isinstance(value, tuple) else [value]
-    return leaves
+def _forward(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)
 
 
 def _likeness(value: Any) -> Any:
     """Equal for two values that a program treats alike."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
-    constants = bool, int, float, str, torch.dtype, torch.device
-    return value if value is None or isinstance(value, constants) else object()
+    if isinstance(value, tuple):
+        return tuple(map(_likeness, value))
+    return (type(value), value) if isinstance(value, _CONSTANTS) else object()
 
 
-class _Replay(NamedTuple):
-    """What a program ran for a layer, called again without the compiler's dispatch, which takes as
-    long as all of the layer's small operations."""
+class _Programs:
+    """What the compiler has made of the decoder layers of a model."""
 
-    code: Callable[..., Any]
-    inputs: list[Any]
-    places: list[tuple[int, int]]
-    """Of inputs, each with that of the value of a call that it takes."""
-    likeness: list[Any]
-    """Of the values."""
+    def __init__(self) -> None:
+        # The compiler keeps programs by the code of a function, and by its name which sizes vary.
+        code = _forward.__code__.replace(co_name=f"_forward_{id(self)}")
+        self._function = FunctionType(code, globals())
+        self._compiled = torch.compile(self._function, fullgraph=True, backend=self._backend)
+        self._changing: set[Any] = set()  # Programs that change what their guards look at.
+        self.thread = threading.local()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
+    def find(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Callable[..., Any], bool]:
+        """The program whose guards hold, and whether they then stay so; else the compiler."""
+        arguments = {"layer": layer, "args": args, "kwargs": kwargs}
+        found = accepted_program(self._function, arguments)
+        return found and (found[0], found[1] not in self._changing) or (self._compile, False)
 
-    def __call__(self, given: list[Any]) -> Any:
-        inputs = self.inputs.copy()
-        for place, i in self.places:
-            inputs[place] = given[i]
-        return self.code(*inputs)[0]
+    def _compile(self, *arguments: Any) -> Any:
+        with guarding_hooks(recompile_limit=_PROGRAMS):
+            return self._compiled(*arguments)
 
+    def _backend(self, graph: fx.GraphModule, inputs: list[Any], **_: Any) -> Callable[..., Any]:
+        number, changes = current_compilation()
+        (self._changing.add if changes else self._changing.discard)(number)
+        decompose_attention(graph.graph)
+        groups = join_products(graph.graph, inputs)
+        graph.recompile()
+        code = inductor(graph, inputs, {"size_asserts": False})
 
-def _replay(
-    ran: Any, layer: nn.Module, given: list[Any], likeness: list[Any], output: Any
-) -> _Replay | None:
-    """None unless each input is a tensor of the layer, or one value of the call."""
-    code, traced, inputs, outputs = ran
-    own = set(map(id, _tensors_of(layer)))
-    places = []
-    for place, tensor in enumerate(traced):
-        found = [i for i, value in enumerate(given) if value is tensor]
-        if len(found) == 1:
-            places.append((place, found[0]))
-            inputs[place] = None
-        elif found or id(tensor) not in own:
-            return None
-    is_whole = len(outputs) == 1 and output is outputs[0]
-    return _Replay(code, inputs, places, likeness) if is_whole else None
+        def run(*given: Any) -> Any:
+            joined = self.thread.memory.join([[given[i] for i in group] for group in groups])
+            inputs = list(given)
+            for group, tensor in zip(groups, joined, strict=True):
+                inputs[group[0]] = tensor
+            return code(*inputs)
+
+        return run

@@ -77,7 +77,8 @@ def skinny_expert_linear(
     Raises:
         ValueError: an expert is outside of ``0..experts - 1``.
     """
-    if type(x) is not Tensor or not x.is_cpu or is_observed():
+    is_compiling = torch.compiler.is_compiling()
+    if type(x) is not Tensor or not x.is_cpu or (is_observed() and not is_compiling):
         return None
     if chosen.numel() > SKINNY_ROWS * weight.shape[0]:
         return None
@@ -85,6 +86,9 @@ def skinny_expert_linear(
         return None
     if has_derivatives((x, weight) if bias is None else (x, weight, bias)):
         return None
+    if is_compiling:
+        result: Tensor = torch.ops.pipekernels.chosen_experts(x, weight, bias, chosen, scale)
+        return result
     out = x.new_empty((*chosen.shape, weight.shape[1]))
     operands = out, x, weight, bias, chosen, torch.get_num_threads()
     scales = () if scale is None else (scale,)
@@ -137,3 +141,30 @@ class _ExpertLinear(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias[expert] = grad[own].sum(0)
         return grad_x, grad_weight, grad_bias, None
+
+
+# ---- the operator of compiled programs ----
+
+
+def _chosen_experts(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, scale: Tensor | None
+) -> Tensor:
+    y = skinny_expert_linear(x, weight, bias, chosen, scale)
+    if y is not None:
+        return y
+    # Of memory or dtypes that the kernel does not take.
+    matrices = weight[chosen] if scale is None else weight[chosen] * scale[chosen].unsqueeze(-1)
+    y = (matrices.to(x.dtype) @ x[:, None, :, None]).squeeze(-1)
+    return y if bias is None else y + bias[chosen]
+
+
+def _chosen_experts_fake(x: Tensor, weight: Tensor, _: Any, chosen: Tensor, __: Any) -> Tensor:
+    return x.new_empty((*chosen.shape, weight.shape[1]))
+
+
+_library = torch.library.Library("pipekernels", "FRAGMENT")
+_library.define(
+    "chosen_experts(Tensor x, Tensor weight, Tensor? bias, Tensor chosen, Tensor? scale) -> Tensor"
+)
+_library.impl("chosen_experts", _chosen_experts, "CompositeExplicitAutograd")
+torch.library.register_fake("pipekernels::chosen_experts", _chosen_experts_fake, lib=_library)

@@ -9,8 +9,10 @@ import pytest
 import torch
 import transformers
 from support.levels import in_gate
-from support.models import DECODERS, ENCODERS, model_of, run_sharded, tokens
+from support.models import DECODERS, ENCODERS, GROUPED, model_of, run_sharded, tokens
 from support.ranks import run_processes
+from support.reference import gamma
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from pipekernels import Communicator, tensor_parallelize
@@ -69,23 +71,25 @@ def test_layers_share_a_program_that_serves_texts_of_all_lengths(counter: Compil
     assert counter.frame_count == 2
 
 
-def test_a_layer_is_handed_to_the_compiler_once_per_prompt(
+def test_guards_of_a_layer_run_once_per_prompt(
     counter: CompileCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = model_of("Llama").eval()
     model.get_output_embeddings = lambda: None  # As of a head by an unknown name.
     compile_decoding(model, max_length=64)
     calls: list[None] = []
-    call = decoding._Program.__call__
+    find = decoding._Programs.find
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args: Any) -> Any:
         calls.append(None)
-        return call(*args, **kwargs)
+        return find(*args)
 
-    monkeypatch.setattr(decoding._Program, "__call__", counted)
-    for prompt in range(1, 4):
+    monkeypatch.setattr(decoding._Programs, "find", counted)
+    model.generate(tokens(2, 5), **GREEDY)
+    for _ in range(3):
+        calls.clear()
         model.generate(tokens(2, 5), **GREEDY)
-        assert len(calls) == prompt * len(model.model.layers)
+        assert len(calls) == len(model.model.layers)
 
 
 def test_changes_between_prompts_are_seen(counter: CompileCounter) -> None:
@@ -113,6 +117,62 @@ def test_weights_that_were_moved_are_saved(counter: CompileCounter, tmp_path: Pa
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+
+
+class Looped(nn.Module):
+    """Runs a layer twice per token, each with a place of its own in the cache."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer: Any = layer
+        self.attention_type = "full_attention"
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        for index in 0, 1:
+            self.layer.self_attn.layer_idx = index
+            x = self.layer(x, **kwargs)
+        return x
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_layer_that_is_called_twice_per_token_is_not_compiled(
+    length: int, counter: CompileCounter
+) -> None:
+    plain: Any = model_of("Llama").eval()
+    plain.model.layers = nn.ModuleList([Looped(plain.model.layers[0])])
+    model: Any = compile_decoding(copy.deepcopy(plain), max_length=64)
+    expected = plain.generate(tokens(2, length), **GREEDY)
+    assert torch.equal(model.generate(tokens(2, length), **GREEDY), expected)
+    assert counter.frame_count == 0
+
+
+def test_flags_apply_to_their_call_alone(counter: CompileCounter) -> None:
+    plain: Any = model_of("Llama").eval()
+    model: Any = compile_decoding(copy.deepcopy(plain), max_length=64)
+    options: list[dict[str, Any]] = [
+        {"output_hidden_states": True},
+        {"output_attentions": True},
+        {"use_cache": False},
+        {"prompt_lookup_num_tokens": 2},
+        {"past_key_values": lambda: transformers.DynamicCache(config=plain.config)},
+        {"past_key_values": lambda: transformers.StaticCache(plain.config, 20)},
+        {"cache_implementation": "static"},
+    ]
+    for option in ({}, *options):
+        found, expected = (
+            each.generate(
+                tokens(1, 5),
+                return_dict_in_generate=True,
+                **GREEDY,
+                **{key: value() if callable(value) else value for key, value in option.items()},
+            )
+            for each in (model, plain)
+        )
+        assert torch.equal(found.sequences, expected.sequences)
+        bound = gamma(2 * 8 * 48, 2**-24)  # As in test_changed_decoders.py.
+        torch.testing.assert_close(
+            found.hidden_states, expected.hidden_states, rtol=bound, atol=bound
+        )
 
 
 def test_what_is_no_step_of_decoding_runs_as_before(counter: CompileCounter) -> None:
@@ -168,6 +228,25 @@ def test_sharded_layers(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             assert after == before
 
     run_sharded(model_of("Llama").eval(), 1, body)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_sharded_experts(int8: bool, counter: CompileCounter) -> None:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**GROUPED, num_local_experts=5)
+    plain = transformers.AutoModelForCausalLM.from_config(config).eval()
+
+    def body(model: Any, comm: Communicator) -> None:
+        if int8:
+            quantize_weights(model)
+        # Eleven rows of two experts each have no operator: that call is not compiled.
+        expected = [model.generate(tokens(rows, 5), **GREEDY) for rows in (1, 11)]
+        compile_decoding(model, max_length=64)
+        for each in expected:
+            assert torch.equal(model.generate(tokens(len(each), 5), **GREEDY), each)
+            assert counter.frame_count == 1
+
+    run_sharded(plain, 1, body)
 
 
 def test_refusals() -> None:

@@ -57,3 +57,21 @@ def test_operands_that_it_does_not_take() -> None:
     assert not takes_groups(x.float(), weight.float()) and not takes_groups(x.half(), weight.half())
     assert not takes_groups(x[:0], weight)
     assert not takes_groups(x, weight[:, :7]) and not takes_groups(x[:, :9], weight[..., :9])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_operator_of_compiled_programs(int8: bool, transposed: bool) -> None:
+    torch.manual_seed(0)
+    weight = torch.randint(-9, 9, (4, 7, 5)).to(torch.int8 if int8 else torch.float32)
+    if transposed:  # Which the kernel for few rows does not take.
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    x, bias, scale = torch.randn(3, 5), torch.randn(4, 7), torch.rand(4, 7)
+    chosen = torch.tensor([[0, 3], [1, 1], [2, 0]])
+    operands = x, weight, bias, chosen, scale if int8 else None
+    full = weight.double() * (scale.double().unsqueeze(-1) if int8 else 1)
+    expected = torch.einsum("tk,tcnk->tcn", x.double(), full[chosen]) + bias[chosen]
+    found = torch.ops.pipekernels.chosen_experts(*operands)
+    sizes = torch.einsum("tk,tcnk->tcn", x.abs().double(), full[chosen].abs()) + bias[chosen].abs()
+    assert ((found - expected).abs() <= gamma(8, 2**-24) * sizes).all()
+    torch.library.opcheck(torch.ops.pipekernels.chosen_experts, operands)
