@@ -87,14 +87,6 @@ def test_warnings() -> None:
         sharded(tokens(1, 3))
 
 
-def test_prefix_tuning_is_refused() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(build(config_of("Llama", **GROUPED)), config)
-    with pytest.raises(ValueError, match="prefix tuning.*use LoRA"):
-        tensor_parallelize(model, "auto", Communicator.threads(1)[0])
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(4))
 def test_families_are_sharded_right_or_refused(part: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.levels import in_gate
-from support.models import model_of, tokens
+from support.models import assert_close_to_largest, model_of, tokens
 from support.ranks import on_ranks, run_processes
 from torch import nn
 from torch.utils.data import DataLoader
@@ -133,7 +133,7 @@ def train_with_accelerate(comm: Communicator, folder: str) -> list[Any]:
     if comm.world_size > 1:
         adapt_accelerator(accelerator, tensor_parallelize(model, "auto", comm))
     loader = DataLoader(tokens(11, 9), batch_size=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     found: list[Any] = []
     for batch in loader:
@@ -164,9 +164,11 @@ def test_accelerate_gives_what_one_process_does(tmp_path: Path) -> None:
     folders = [tmp_path / "alone", tmp_path / "sharded"]
     [expected] = run_processes(1, train_with_accelerate, str(folders[0]))
     first, second = run_processes(2, train_with_accelerate, str(folders[1]))
-    assert first == second == pytest.approx(expected, rel=1e-9)
+    # In each of six forwards and backwards, a norm may round to the next number of float32.
+    bound = 12 * 2**-22
+    assert first == second == pytest.approx(expected, rel=bound)
     wanted, found = (load(folder / "model.safetensors") for folder in folders)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    assert_close_to_largest(found, wanted, bound)
 
 
 @on_ranks(2)

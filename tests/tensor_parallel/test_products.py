@@ -1,11 +1,10 @@
 """How products of sharded layers are called."""
 
-from functools import partial
-
 import pytest
 import torch
 from support.ranks import on, run_threads
-from torch import nn
+from support.reference import gamma
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipekernels import Communicator, RowParallelLinear
@@ -43,12 +42,21 @@ def test_16_bit_floats_without_instructions_are_multiplied_in_float32(
     monkeypatch.setattr(int8_linear, "BLOCK", 600)  # 18 rows of the weight.
     x, weight = torch.randn(2, 5, 33).to(dtype), torch.randn(50, 33).to(dtype)
     bias = torch.randn(50).to(dtype)
-    exact = x.double() @ weight.double().t()
-    rounded = partial(torch.testing.assert_close, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    exact, magnitude = (
+        x.double() @ weight.double().t(),
+        x.double().abs() @ weight.double().abs().t(),
+    )
     comm = Communicator.threads(1)[0]
+
+    def check(found: Tensor, exact: Tensor, magnitude: Tensor) -> None:
+        """Sums of 33 products and a bias in float32, and one rounding."""
+        bound = gamma(34, 2**-24) * magnitude
+        bound += (exact.abs() + bound) * torch.finfo(dtype).eps / 2
+        assert ((found.double() - exact).abs() <= bound).all()
+
     with torch.no_grad():
-        rounded(products.linear(x, weight, bias).double(), exact + bias)
-        rounded(products.row_linear(x, weight, comm, False).double(), exact)
+        check(products.linear(x, weight, bias), exact + bias, magnitude + bias.abs())
+        check(products.row_linear(x, weight, comm, False), exact, magnitude)
     weight.requires_grad_()
     products.linear(x, weight).sum().backward()
     assert weight.grad is not None
