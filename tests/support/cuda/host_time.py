@@ -21,7 +21,6 @@ import torch
 from pipekernels import Communicator, RowParallelLinear, _backend
 from pipekernels.comm import cuda
 from pipekernels.ops import gemm_choice
-from support.cuda import pretended_gpus
 
 DEVICE = torch.device("cuda", 0)
 FEATURES = 64
@@ -79,23 +78,16 @@ def layer_on_gpu(comm: Communicator) -> RowParallelLinear:
     return RowParallelLinear(FEATURES * comm.world_size, FEATURES, comm=comm, dtype=torch.bfloat16)
 
 
-def python_calls(call: Callable[[], Any], in_c: bool = False) -> list[str]:
-    """The functions of Python that ``call()`` calls, in order: file, line and name; ``in_c``: names
-    of those in C as well. Without the stand-ins of ``pretended_gpus``, what they call, and
+def python_calls(call: Callable[[], Any]) -> list[str]:
+    """The functions of Python that ``call()`` calls, in order: file, line and name. Without
     comprehensions, whose frames depend on Python's version."""
     names: list[str] = []
-    depth = 0  # Of frames of stand-ins.
 
-    def note(frame: FrameType, event: str, called: Any) -> None:
-        nonlocal depth
+    def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if depth or code.co_filename == pretended_gpus.__file__:
-            depth += {"call": 1, "return": -1}.get(event, 0)
-        elif event == "call" and code.co_name not in COMPREHENSIONS:
+        if event == "call" and code.co_name not in COMPREHENSIONS:
             file = code.co_filename.removeprefix(ROOT)
             names.append(f"{file}:{code.co_firstlineno} {code.co_name}")
-        elif event == "c_call" and in_c:
-            names.append(called.__name__)
 
     gc.disable()  # Finalizers that it calls would be counted.
     sys.setprofile(note)
