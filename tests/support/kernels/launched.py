@@ -23,9 +23,9 @@ from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 from pipekernels.triton_kernels import launch as module
 from pipekernels.triton_kernels.config import Blocks, Config
 from pipekernels.triton_kernels.launch import Product, launch
-from support.cuda.host_time import python_calls
 from support.kernels import aot
 from support.levels import in_gate
+from support.walk import python_calls
 
 pytestmark = [pytest.mark.compile]
 
