@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.cuda.host_time import COMPREHENSIONS, ROOT, is_own, python_calls
 from support.pipes import on_cpus
 from support.ranks import run_threads
+from support.walk import COMPREHENSIONS, ROOT, is_own, python_calls
 from torch import nn
 
 from pipekernels import Communicator, RowParallelLinear
@@ -17,6 +17,7 @@ from pipekernels import Communicator, RowParallelLinear
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BOUNDS = {
+    "calls of a forward": 120,
     "functions of a forward": 70,
     "files of a forward": 12,
     "frames around a layer": 8,
@@ -35,7 +36,8 @@ def test_a_mini_batch_is_a_short_walk(chunks: int, monkeypatch: pytest.MonkeyPat
     x, linear = torch.randn(8, 4), nn.functional.linear
     pipe(x).sum().backward()
     outputs: list[torch.Tensor] = []
-    forward = dict.fromkeys(filter(is_own, python_calls(lambda: outputs.append(pipe(x)))))
+    calls = [*filter(is_own, python_calls(lambda: outputs.append(pipe(x))))]
+    forward = dict.fromkeys(calls)
     loss = outputs[0].sum()
     backward = dict.fromkeys(filter(is_own, python_calls(loss.backward)))
     stacks: list[list[str]] = []
@@ -49,7 +51,8 @@ def test_a_mini_batch_is_a_short_walk(chunks: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(nn.functional, "linear", linear_with_stack)
     pipe(x)
     frames = max(stacks, key=len)
-    for bound, found in zip(BOUNDS, (forward, files_of(forward), frames, backward), strict=True):
+    walks = (calls, forward, files_of(forward), frames, backward)
+    for bound, found in zip(BOUNDS, walks, strict=True):
         assert len(found) <= BOUNDS[bound], "\n".join([f"{len(found)} {bound}:", *found])
     # A single microbatch runs in the caller's graph, whose backward is autograd's.
     assert forward and frames and bool(backward) == (chunks > 1)

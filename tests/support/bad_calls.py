@@ -24,10 +24,6 @@ FLOAT32, INT64, UINT8, FLOAT8 = 1, 5, 8, 16
 HUGE = 1 << 57  # More than any process can address.
 
 
-class Subclass(Tensor):
-    """The extension reads it through its Python attributes."""
-
-
 def threads(native: Any, world_size: int) -> list[Any]:
     """A communicator for each rank."""
     fd = native.Segment.create(world_size)
@@ -45,13 +41,9 @@ def tensors(native: Any) -> list[Case]:
         ("no subclass", lambda: native.use_tensors(Tensor, int, increment), TypeError, classes),
         ("no function", lambda: native.use_tensors(Tensor, Tensor, 5), TypeError, classes),
         ("memory of None", lambda: native.check_memory(None), TypeError, "a tensor, got NoneType"),
-        ("memory of int", lambda: native.check_memory(5), TypeError, "a tensor, got int"),
         ("change of None", lambda: native.mark_changed(None), TypeError, "a tensor, got NoneType"),
-        ("change of a list", lambda: native.mark_changed([x]), TypeError, "a tensor, got list"),
         ("fit: dim -1", lambda: fit(-1, 1, [x]), ValueError, "dim must be in 0..9"),
         ("fit: 0 tensors", lambda: fit(0, 0, [x]), ValueError, "tensors must be in 1..1, got 0"),
-        ("fit: -1 tensors", lambda: fit(0, -1, [x]), ValueError, "in 1..1, got -1"),
-        ("fit: 2^40 tensors", lambda: fit(0, 1 << 40, [x, x]), ValueError, "in 1..2, got 1099"),
     ]
 
 
@@ -59,31 +51,22 @@ def micro_batches(native: Any) -> list[Case]:
     def copy(split: Any, wholes: Any, parts: Any, dim: Any = 0, count: Any = 1) -> Any:
         return lambda: native.copy_micro_batches(split, dim, wholes, parts, count)
 
-    x, half, wide = torch.zeros(4, 3), torch.zeros(2, 3), torch.zeros(2, 4)
-    mixed = [part.as_subclass(Subclass) for part in (half, wide)]
+    x, half = torch.zeros(4, 3), torch.zeros(2, 3)
     endless = torch.zeros(1).expand(1 << 62)
     meta = torch.zeros(0, 3, device="meta")
-    make = lambda dtype, by: lambda: native.split_micro_batches([x], [2, 2], 0, dtype, by)
+    make = lambda: native.split_micro_batches([x], [2, 2], 0, -1, 0)
     most = "more than 9223372036854775807"
     one = "all tensors must be on one device"
     cases: list[Case] = [
         ("dim -1", copy(True, [x], [x], -1), ValueError, "dim must be in 0..1, got -1"),
         ("0 threads", copy(True, [x], [x], 0, 0), ValueError, "threads must be in 1..8192, got 0"),
-        ("2^31 - 1 threads", copy(True, [x], [x], 0, 2**31 - 1), ValueError, "in 1..8192"),
         ("None as a part", copy(True, [x], [half, None]), TypeError, "a tensor, got NoneType"),
-        ("a list as dim", copy(True, [x], [half] * 2, [0]), TypeError, "incompatible"),
         ("no tensor", copy(True, [], []), ValueError, "there are 0 tensors"),
         ("3 parts of 2", copy(True, [x] * 2, [half] * 3), ValueError, "3 microbatch tensors for 2"),
-        ("columns", copy(True, [x], [half, wide]), ValueError, "(2, 4), which must be that of"),
-        ("columns of a subclass", copy(False, [x], mixed), ValueError, "(2, 4), which must be"),
-        ("2 dtypes", copy(False, [x], [half, half.long()]), ValueError, "1 differs in dtype"),
         ("larger", copy(True, [x], [torch.zeros(5, 3)]), ValueError, "5 entries, the tensor has 4"),
         ("entries overflow", copy(False, [x[:0, 0]], [endless] * 4), ValueError, f"{most} entries"),
         ("bytes overflow", copy(True, [endless], [endless]), ValueError, f"{most} bytes"),
-        ("into bools", copy(True, [x], [x.bool()]), ValueError, "in dtype only if both"),
-        ("no CPU", copy(True, [meta], [meta]), ValueError, f"{one}, the CPU, got one on meta"),
-        ("0 threads of a new split", make(-1, 0), ValueError, "threads must be in 1..8192, got 0"),
-        ("2^31 as a dtype", make(2**31, 1), TypeError, "incompatible"),
+        ("0 threads of a new split", make, ValueError, "threads must be in 1..8192, got 0"),
         ("one on no CPU", copy(False, [x], [x, meta]), ValueError, "got one on meta"),
     ]
     if native.build_info()["cuda"]:
@@ -106,35 +89,28 @@ def communicators(native: Any) -> list[Case]:
 
     (alone,) = threads(native, 1)
     getter = native.Communicator.all_reduce_tensor.fget
-    reduce = alone.all_reduce_tensor
     cases: list[Case] = [
         ("peer error int", lambda: native.set_peer_error(int), TypeError, "class of exceptions"),
         ("pidfd -1", lambda: native.open_pidfd(-1), RuntimeError, "cannot watch process -1"),
-        ("pidfd -1, why", lambda: native.open_pidfd(-1), RuntimeError, "Invalid argument"),
         ("pidfd 0", lambda: native.open_pidfd(0), RuntimeError, "cannot watch process 0"),
         ("map fd -1", lambda: Segment(-1, 2), RuntimeError, "Bad file descriptor"),
         ("map for others", lambda: Segment(fd, 2), RuntimeError, "bytes instead of"),
         ("rank -1", join(segment, -1, [], 1.0), ValueError, "rank must be in 0..2, got -1"),
-        ("rank 3", join(segment, 3, [], 1.0), ValueError, "rank must be in 0..2, got 3"),
         ("1 pidfd", join(segment, 0, [-1], 1.0), ValueError, "each of 3 ranks, or none"),
-        ("4 pidfds", join(segment, 0, [-1] * 4, 1.0), ValueError, "for threads, got 4"),
         ("allocate -1", lambda: alone.allocate((2, -1), 1), ValueError, "negative, got -1"),
-        ("allocate 2^64", lambda: alone.allocate((1 << 62, 4), 8), RuntimeError, "no room for"),
         ("allocate 2^35", lambda: alone.allocate((1 << 33,), 1), RuntimeError, "no room for"),
         ("allocate bool", lambda: alone.allocate((1,), 9), ValueError, "as bool; allocate"),
         ("allocate no dtype", lambda: alone.allocate((1,), 22), ValueError, "dtype must be in"),
         ("not of a communicator", lambda: getter(5), TypeError, "Communicator"),
-        ("2 arguments", lambda: reduce(torch.zeros(1), "sum"), TypeError, "expected 4 arguments"),
     ]
-    for size in (-(1 << 31), -1, 0, 1025, 2**31 - 1):
+    for size in (0, 1025):
         message = f"world_size must be in 1..1024, got {size}"
         cases += [
             (f"create for {size}", lambda size=size: create(size), ValueError, message),
             (f"map for {size}", lambda size=size: Segment(fd, size), ValueError, message),
         ]
-    for timeout in (0.0, -1.0, float("nan"), float("inf"), 1e300):
-        call = join(segment, 0, [], timeout)
-        cases.append((f"timeout {timeout}", call, ValueError, "timeout must be above 0"))
+    call = join(segment, 0, [], float("nan"))
+    cases.append(("timeout", call, ValueError, "timeout must be above 0"))
     return cases
 
 
@@ -153,19 +129,15 @@ def collectives(native: Any) -> list[Case]:
 
     return [
         *cases_of_collectives(comm, address, ()),
-        ("reduce: root 2", lambda: reduce(FLOAT32, 0, 2), ValueError, "got 2"),
         ("reduce: reduction", lambda: reduce(FLOAT32, 11, 0), ValueError, "in 0..10, got 11"),
         ("reduce: float8", lambda: reduce(FLOAT8, 0, 0), ValueError, "has no reduction 'sum'"),
         ("reduce: or", lambda: reduce(FLOAT32, 8, 0), ValueError, "float32 has no reduction 'or'"),
-        ("gather: root -1", gather([data] * 2, 8, FLOAT32, -1), ValueError, "got -1"),
         ("gather: 1 output", gather([data], 8, FLOAT32, 0), ValueError, f"{ranks} 2 tensors"),
         ("gather: outputs", gather([data], 8, FLOAT32, 1), ValueError, f"{ranks} 0 tensors"),
         ("gather: null", gather([data, 0], 8, FLOAT32, 0), ValueError, "bytes, got 0"),
-        ("scatter: root 2", scatter([data] * 2, data, 8, FLOAT32, 2), ValueError, "got 2"),
         ("scatter: 3 inputs", scatter([data] * 3, data, 8, FLOAT32, 0), ValueError, "2 tensors"),
         ("scatter: null", scatter([data] * 2, 0, 8, FLOAT32, 0), ValueError, "bytes, got 0"),
         ("announce: call 9", lambda: announce(9, 1, 0, 0, 8), ValueError, "in 0..8, got 9"),
-        ("announce: root 2", lambda: announce(1, 1, 0, 2, 8), ValueError, "in 0..1, got 2"),
     ]
 
 
@@ -222,9 +194,6 @@ def cases_of_collectives(
         ):
             call = functools.partial(method, *arguments, *shape)
             cases.append((f"{name} {code}", call, ValueError, message))
-    for digest, error in ((1 << 22, ValueError), (2**32 - 1, ValueError), (-1, TypeError)):
-        call = functools.partial(comm.broadcast, *x, 0, digest, *caller)
-        cases.append((f"broadcast: shape {digest}", call, error, ""))
     reduce = functools.partial(comm.all_reduce, data, 8)
     return [
         *cases,

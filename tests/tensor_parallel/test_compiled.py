@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuda.host_time import python_calls
 from support.models import model_of, tokens
 from support.ranks import on_ranks, run_processes, run_threads
+from support.walk import python_calls
 from torch import Tensor, nn
 from torch.library import opcheck
 

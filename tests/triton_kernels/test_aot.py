@@ -13,13 +13,14 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 import pytest
-from support.emitted import products, ptx, rules
+from support.emitted import rules
 from support.emitted.sass import kernels
 from support.kernels import aot
 from support.kernels.operands import LAYOUTS
 from support.levels import in_gate
 
 from pipekernels.ops.gemm_choice import OLDEST_TRITON
+from pipekernels.triton_kernels.config import TILES
 
 pytestmark = [pytest.mark.compile]
 
@@ -148,12 +149,22 @@ def test_products_by_slabs_compile_without_spills(
         check_asynchronous_products(kernel)
 
 
+# What ptxas says where registers of a sum are used before the wait for its products.
+EARLY_USE = re.compile(r"wgmma\.mma_async instructions are serialized|warpgroup\.wait is injected")
+
+
 def check_asynchronous_products(kernel: aot.Kernel) -> None:
     """Nothing reads a sum before the wait for it."""
-    code = ptx.parse(kernel.ptx)
-    assert any(products.is_product(instruction.text) for instruction in code)
-    assert products.early_uses(code) == []
-    assert products.SERIALIZED not in kernel.report
+    assert "wgmma.mma_async" in kernel.ptx and not EARLY_USE.search(kernel.report)
+
+
+@pytest.mark.full
+def test_a_sum_that_is_read_too_early_is_found(pools: dict[str, ProcessPoolExecutor]) -> None:
+    """Triton reads it so where a sum in the tensor cores is promoted after several steps."""
+    blocks = TILES[90, "float8_e4m3fn"].many._replace(promote=2)
+    case = aot.Case(90, 90, "float8_e4m3fn", blocks, False, "forward")
+    kernel = pools["installed"].submit(aot.build, case).result()
+    assert isinstance(kernel, aot.Kernel) and EARLY_USE.search(kernel.report)
 
 
 def test_the_oldest_triton_is_the_one_that_the_package_names() -> None:

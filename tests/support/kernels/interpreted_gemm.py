@@ -196,41 +196,6 @@ def test_the_last_tiles_may_be_split(generation: int, dtype: torch.dtype) -> Non
     assert torch.equal(last, again) and torch.equal(last, torch.where(is_split, split, whole))
 
 
-# ---- operations that call the kernel ----
-
-
-def interpret_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the operation compute CPU tensors with the interpreted kernel."""
-
-    def run(out: Tensor, a: Tensor, b: Tensor, terms: sharded_gemm.Terms, algorithm: str) -> None:
-        precision = str(a.dtype).removeprefix("torch.")
-        product = Product(precision, a, b, out, terms.bias, terms.residual)
-        launch(product, Config(SMALL, 2), generation=90, sms=2)
-
-    monkeypatch.setattr(sharded_gemm, "gemm_into", run)
-
-
-def test_both_gradients_are_products_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret_operation(monkeypatch)
-    inputs = [torch.randn(size) for size in ((33, 40), (24, 40), (24,), (33, 24))]
-    grad = torch.randn(33, 24)
-    results = []
-    for dtype in (torch.float64, torch.float32):
-        x, w, bias, residual = leaves = [t.to(dtype, copy=True).requires_grad_() for t in inputs]
-        if dtype == torch.float64:
-            y = torch.nn.functional.linear(x, w, bias) + residual
-        else:
-            rest = (None, None, None, "auto")
-            y = torch.ops.pipekernels.sharded_gemm(x, w, bias, residual, *rest)
-        y.backward(grad.to(dtype))
-        results.append([y, *(leaf.grad for leaf in leaves)])
-    x, w, bias, residual = (t.abs() for t in inputs)
-    size = grad.abs()
-    sums = [x @ w.t() + bias + residual, size @ w, size.t() @ x, size.sum(0), grad]
-    for exact, ours, magnitude, terms in zip(*results, sums, [42, 24, 33, 33, 1], strict=True):
-        assert ((ours - exact).abs() <= gamma(terms + 2, 2**-24) * magnitude.abs()).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_the_operation_passes_its_arguments_to_the_kernel(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -17,15 +17,15 @@ import pytest
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
 from pipekernels.triton_kernels import launch as module
 from pipekernels.triton_kernels.config import Blocks, Config
 from pipekernels.triton_kernels.launch import Product, launch
-from support.cuda.host_time import python_calls
 from support.kernels import aot
+from support.kernels.recorded import Target
 from support.levels import in_gate
+from support.walk import python_calls
 
 pytestmark = [pytest.mark.compile]
 
@@ -34,22 +34,13 @@ STUB.stub_allow.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
 STUB.stub_problem.restype = ctypes.c_char_p
 
 
-class Driver(CudaDriver):
+class Driver(Target):
     """The driver of a GPU with this compute capability, which is also its number."""
 
     def __init__(self, capability: int) -> None:
+        super().__init__(capability)
         self.utils = CudaUtils()
         self.launcher_cls = CudaLauncher
-        self._capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._capability, 32)
-
-    def get_current_device(self) -> int:
-        return self._capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @functools.cache

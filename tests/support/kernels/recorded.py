@@ -3,23 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
+from triton.backends.nvidia.driver import CudaDriver
 
 from pipekernels.triton_kernels import launch
 
 
-class Target(DriverBase):
+class Target(CudaDriver):
     """A driver that only names the architecture to compile for."""
 
     def __init__(self, architecture: int) -> None:
         self._architecture = architecture
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self._architecture, 32)
@@ -29,15 +24,6 @@ class Target(DriverBase):
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        raise AssertionError("a launch does not ask for that")
-
-    def get_benchmarker(self) -> Any:
-        raise AssertionError("a launch does not ask for that")
 
 
 def compiled(

@@ -5,149 +5,151 @@ saves it as a result file if nothing was left out.
 """
 
 import argparse
+import functools
+import itertools
 import os
 import random
 import signal
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipekernels import Communicator, PeerError
-from support.ranks import context_of, leakable_resources
-from support.sweeps.collectives import ALGORITHMS, Call, check, mismatches, row, sums
+from support import TIMEOUT
+from support.ranks import leakable_resources, run_processes
+from support.sweeps.collectives import ALGORITHMS, CPU, mismatches, row, sums
 
 FEW = (2, 3, 4)  # Ranks.
-CALLS = 8  # Prepared ones, which are made over and over.
 SPREAD = 0.02  # Seconds in which a rank is lost.
 SOON = 1.0  # Seconds within which survivors must hear of a death.
+Loss = tuple[float, int]  # Seconds from the signal to the error, and collectives until then.
 
 
-def survive(end: Connection, store: str, rank: int, ranks: int, timeout: float, seed: int) -> None:
-    """A rank: makes random calls until one raises, tells of it, and leaves nothing behind."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    before = own_resources()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    with Communicator.from_process_group(timeout=timeout) as comm:
-        calls, own = [Call.draw(seed * CALLS + i, ranks, 50_000) for i in range(CALLS)], seed + rank
-        calls = [replace(c, algorithm=random.Random(c.seed).choice(ALGORITHMS)) for c in calls]
-        wanted = [call.expected(rank, ranks) for call in calls]
-        tensors = [call.tensor(comm, random.Random(own)) for call in calls]
-        inputs = [tensor.clone() for tensor in tensors]
-        for i in range(CALLS):  # The first calls take longer.
-            calls[i].run(comm, tensors[i])
-        end.send("ready")
-        end.recv()
-        count = 0
-        try:
-            while True:
-                i = count % CALLS
-                tensors[i].copy_(inputs[i])
-                check(calls[i].run(comm, tensors[i]), wanted[i], calls[i].special)
-                count += 1
-        except (PeerError, TimeoutError) as error:
-            lost = getattr(error, "rank", None)
-            end.send((type(error).__name__, lost, str(error), time.monotonic(), count))
-        refill = end.recv()
-        if refill:  # As a program may do after the error.
-            tensors[i].fill_(7)
-            end.send("refilled")
-            end.recv()
-            late = f"a rank that came late has overwritten a tensor of rank {rank}"
-            assert tensors[i].eq(7).all(), late
-        with pytest.raises(RuntimeError, match="make a new one"):
-            comm.barrier()
-        del tensors
+def signal_self_soon(seconds: float, number: int) -> None:
+    """Send this process a signal from another thread, at any point of what it does."""
+
+    def fire() -> None:
+        time.sleep(seconds)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=fire, daemon=True).start()
+
+
+def lose_itself(store: dist.Store, seed: int, number: int) -> None:
+    delay = random.Random(seed).uniform(0, SPREAD)
+    store.set("lost", str(time.monotonic() + delay))
+    signal_self_soon(delay, number)
+
+
+def lose_a_rank(comm: Communicator, device: torch.device, seed: int) -> Loss:
+    """Rank ``seed % world_size`` is killed in a collective; the others make a new communicator."""
+    ones, on_cpu = functools.partial(torch.ones, device=device), device.type == "cpu"
+    victim, count = seed % comm.world_size, 0
+    store = dist.distributed_c10d._get_default_store()
+    comm.close()
+    before = leakable_resources()
+    comm = Communicator.from_process_group()
+    x, symmetric = ones(100_000), comm.empty(30_000, device=device)
+    sums = [functools.partial(comm.all_reduce, algorithm=algorithm) for algorithm in ALGORITHMS]
+    calls = [*((one, memory) for memory in (x, symmetric) for one in sums)]
+    calls += [(comm.reduce_scatter, x[:30_000]), (comm.all_gather, x), (comm.broadcast, x)]
+
+    def check(call: Callable[[Tensor], Tensor], tensor: Tensor) -> None:
+        result = call(tensor.fill_(1))
+        comm.synchronize()
+        added = 1 if call in (comm.all_gather, comm.broadcast) else comm.world_size
+        assert result.eq(added).all()  # Never a partial sum.
+
+    comm.barrier()
+    if comm.rank == victim:
+        lose_itself(store, seed, signal.SIGKILL)
+    with pytest.raises(PeerError, match=f"rank {victim} has died") as caught:
+        for call, tensor in itertools.cycle(calls):
+            check(call, tensor)
+            count += 1
+    seconds = time.monotonic() - float(store.get("lost"))
+    assert seconds < TIMEOUT / 2  # Well before the timeout.
+    assert caught.value.rank == victim
+    del caught  # Its traceback holds the tensors.
+    with pytest.raises(PeerError, match="cannot be used after a failure.*make a new one"):
+        comm.barrier()
+    comm.close()
+    del symmetric, calls, tensor
+    assert not on_cpu or leakable_resources() == before  # CUDA opens files itself.
+
+    # The remaining ranks form a new group.
+    rank, left = comm.rank - (comm.rank > victim), comm.world_size - 1
     dist.destroy_process_group()
-    del comm
-    assert own_resources() == before, f"{before}, then {own_resources()}"
-    end.send("left")
-    os._exit(0)
+    store = dist.PrefixStore("left", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=left)
+    with Communicator.from_process_group() as survivors:
+        assert survivors.all_reduce(ones(1)).item() == left
+    return seconds, count
 
 
-def own_resources() -> list[str]:
-    """What this process could leak, without what other programs have in /dev/shm."""
-    return [each for each in leakable_resources() if not each.startswith("/dev/shm")]
+def stop_a_rank(comm: Communicator, seed: int) -> Loss:
+    """Rank ``seed % world_size`` stops in a collective for longer than the communicator's timeout,
+    and then overwrites nothing that the others have filled again, as a program may do."""
+    victim, count = seed % comm.world_size, 0
+    store = dist.distributed_c10d._get_default_store()
+    pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
+    others = [rank for rank in range(comm.world_size) if rank != victim]
+    x = comm.empty(30_000)
+    comm.barrier()
+    if comm.rank == victim:
+        lose_itself(store, seed, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        for algorithm in itertools.cycle(ALGORITHMS):
+            assert comm.all_reduce(x.fill_(1), algorithm=algorithm).eq(comm.world_size).all()
+            count += 1
+    seconds = time.monotonic() - float(store.get("lost"))
+    if comm.rank == victim:
+        store.set("it goes on", "")
+    else:
+        x.fill_(7)
+        store.set(f"{comm.rank} has filled", "")
+        if comm.rank == others[0]:
+            store.wait([f"{rank} has filled" for rank in others])
+            os.kill(pids[victim], signal.SIGCONT)
+        store.wait(["it goes on"])
+        assert x.eq(7).all(), f"a rank that came late has overwritten a tensor of rank {comm.rank}"
+    with pytest.raises(RuntimeError, match="make a new one"):
+        comm.barrier()
+    return seconds, count
 
 
-class Trial:
-    """Ranks of which one gets a signal at a random moment; killed at the end."""
-
-    def __init__(self, store: Path, seed: str, timeout: float, number: int) -> None:
-        generator = random.Random(seed)
+def losses(
+    seed: int, count: int, lose: Callable[..., Loss], *args: Any, dies: bool, timeout: float
+) -> tuple[list[float], int]:
+    """Delays until survivors knew, and the number of their collectives, of so many losses."""
+    delays: list[float] = []
+    collectives = 0
+    for number in range(count):
+        generator = random.Random(f"{seed} {number}")
         own, ranks = generator.randrange(1 << 40), generator.choice(FEW)
-        self.victim = generator.randrange(ranks)
-        context = context_of("forkserver")
-        pairs = [context.Pipe() for _ in range(ranks)]
-        self.processes = [
-            context.Process(
-                target=survive, args=(other, str(store), rank, ranks, timeout, own), daemon=True
-            )
-            for rank, (_, other) in enumerate(pairs)
-        ]
-        for process, (_, other) in zip(self.processes, pairs, strict=True):
-            process.start()
-            other.close()
-        self.ends = [end for end, _ in pairs]
-        self.told("ready")
-        self.tell(False)
-        time.sleep(generator.uniform(0, SPREAD))
-        self.signalled = time.monotonic()
-        os.kill(self.processes[self.victim].pid or 0, number)
-        self.others = [end for rank, end in enumerate(self.ends) if rank != self.victim]
-
-    def tell(self, what: bool, ends: Sequence[Connection] = ()) -> None:
-        for end in ends or self.ends:
-            end.send(what)
-
-    def told(self, what: str | None = None, ends: Sequence[Connection] = ()) -> list[Any]:
-        """What these ranks send; a rank that fails prints why and closes its end."""
-        answers = []
-        for end in ends or self.ends:
-            assert end.poll(300.0), "a rank did not answer"
-            answers.append(end.recv())
-        assert what is None or set(answers) == {what}, answers
-        return answers
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+        victim = own % ranks
+        killed = (victim,) if dies else ()
+        try:
+            found = run_processes(ranks, lose, *args, own, timeout=timeout, killed=killed)
+        except BaseException:
+            print(f"{lose.__name__}, seed {own} on {ranks} ranks", file=sys.stderr)
+            raise
+        found.pop(victim)
+        delays += [seconds for seconds, _ in found]
+        collectives += sum(calls for _, calls in found)
+    return delays, collectives
 
 
 def kills(seed: int, count: int) -> dict[str, Any]:
-    """A row for all kills.
-
-    Raises:
-        AssertionError: a check failed; the message has the number of the kill.
-    """
-    delays: list[float] = []
-    collectives = 0
-    names = set(os.listdir("/dev/shm"))
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(count):
-            trial = Trial(Path(folder, str(number)), f"{seed} {number}", 120.0, signal.SIGKILL)
-            for error, lost, message, moment, calls in trial.told(ends=trial.others):
-                named = (error, lost) == ("PeerError", trial.victim)
-                assert named, f"kill {number}: rank {trial.victim} was killed: {error}, {message}"
-                delays.append(moment - trial.signalled)
-                collectives += calls
-            trial.tell(False, trial.others)
-            trial.told("left", trial.others)
-            trial.end()
-    deadline = time.monotonic() + 20  # For other programs to remove theirs.
-    while (left := set(os.listdir("/dev/shm")) - names) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not left, f"left in /dev/shm, if not by another program: {sorted(left)}"
+    """A row for all kills."""
+    delays, collectives = losses(seed, count, lose_a_rank, CPU, dies=True, timeout=TIMEOUT)
     late = sum(delay >= SOON for delay in delays)
     outcome = "named by all survivors, no wrong sum, nothing left behind"
     outcome += f"; {late} of {len(delays)} reports took {SOON} s or longer" * bool(late)
@@ -155,26 +157,9 @@ def kills(seed: int, count: int) -> dict[str, Any]:
 
 
 def stops(seed: int, count: int) -> dict[str, Any]:
-    """A row for all ranks that are stopped for longer than the timeout; raises as kills do."""
-    delays: list[float] = []
-    collectives = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(count):
-            trial = Trial(Path(folder, str(number)), f"{seed} {number}", 1.0, signal.SIGSTOP)
-            losses = trial.told(ends=trial.others)
-            delays += [moment - trial.signalled for *_, moment, _ in losses]
-            trial.tell(True, trial.others)
-            trial.told("refilled", trial.others)
-            os.kill(trial.processes[trial.victim].pid or 0, signal.SIGCONT)
-            losses += trial.told(ends=[trial.ends[trial.victim]])
-            for error, _, message, _, calls in losses:
-                told = f"stop {number}: rank {trial.victim} was stopped: {error}, {message}"
-                assert error == "TimeoutError", told
-                collectives += calls
-            trial.tell(False)  # It is not to refill, and they are to look.
-            trial.told("left")
-            trial.end()
-    outcome = "TimeoutError on all ranks, which leave nothing behind"
+    """A row for all ranks that are stopped for longer than the timeout."""
+    delays, collectives = losses(seed, count, stop_a_rank, dies=False, timeout=1.0)
+    outcome = "TimeoutError on all ranks, of which none is overwritten"
     return row("a rank of 2 to 4 is stopped, timeout 1 s", count, collectives, outcome, delays)
 
 
