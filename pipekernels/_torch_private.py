@@ -294,10 +294,6 @@ def needs_dispatcher() -> bool:
     )
 
 
-no_function_modes = torch._C.DisableTorchFunction
-"""Context manager: disables all function modes."""
-
-
 def function_modes() -> list[Any]:
     """The active ``TorchFunctionMode`` objects of this thread, outermost first; the default device
     is one of them."""

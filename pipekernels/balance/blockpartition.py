@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, islice, pairwise
 from math import inf
-
-import torch
 
 from pipekernels._arguments import integer
 
@@ -39,29 +38,33 @@ def lengths(costs: Sequence[float], partitions: int) -> list[int]:
         )
     if not all(0 <= cost < inf for cost in costs):
         raise ValueError(f"costs are {list(costs)}; all must be finite, none negative")
-    places = torch.arange(n + 1, device="cpu")
-    sizes = places - places[:, None]  # [begin, end]
-    prefix = torch.tensor([0, *accumulate(costs)], dtype=torch.float64, device="cpu")
-    sums = (prefix - prefix[:, None]).masked_fill(sizes < 1, inf)
+    sums = [0.0, *accumulate(map(float, costs))]  # Of the costs before each place.
+
+    def last_end(begin: int, _: object = None) -> int:
+        """Where the longest block from ``begin`` within the limit ends."""
+        return bisect_right(sums, limit, begin, key=lambda total: total - sums[begin]) - 1
 
     # 1. The smallest limit on the sum of a block with which so many blocks reach the end.
-    # The least costs of so many blocks, by where they begin: of none, [n + 1].
-    limits = torch.full((n + 1,), inf, dtype=torch.float64, device="cpu")
-    limits[n] = 0
-    unevenness = limits
-    for _ in range(partitions):
-        limits = torch.maximum(sums, limits).amin(1)
-    limit = float(limits[0])
-    # 2. Among cuts within the limit, the most even one, in shares of the limit.
-    shares = sums.masked_fill(sums > limit, inf) / (limit or 1.0)
-    penalties = shares.square() + 1e-9 * sizes.square()  # Small: lengths only break ties.
-    ends: list[list[int]] = []  # Of the first block, by where it begins.
-    for _ in range(partitions):
-        unevenness, best = (penalties + unevenness).min(1)
-        ends.append(best.tolist())
+    too_low, enough = 0.0, sums[n]
+    while too_low < (limit := (too_low + enough) / 2) < enough:  # Until no number is in between.
+        *_, end = accumulate(range(partitions), last_end, initial=0)
+        too_low, enough = (too_low, limit) if end == n else (limit, enough)
+    limit = enough
 
-    # 3. From the first block on, each ends where the least penalty for the rest begins.
-    bounds = [0]
-    for chosen in reversed(ends):
-        bounds.append(chosen[bounds[-1]])
+    # 2. Among cuts within the limit, the most even one, in shares of the limit.
+    def unevenness(begin: int, end: int) -> float:
+        share = (sums[end] - sums[begin]) / (limit or 1.0)
+        return share * share + 1e-9 * (end - begin) ** 2  # Lengths only break ties.
+
+    # Of the last 0, 1, 2, ... blocks, by where these begin: unevenness, and the end of the first.
+    best = [{n: (0.0, n)}]
+    *reached, _ = accumulate(range(partitions), last_end, initial=0)  # By the blocks before.
+    for farthest in reversed(reached):
+        rest, first, last = best[-1], min(best[-1]), max(best[-1])
+        best.append({})
+        for begin in range(bisect_left(range(n), first, key=last_end), min(farthest, last - 1) + 1):
+            ends = range(max(begin + 1, first), min(last_end(begin), last) + 1)
+            best[-1][begin] = min((unevenness(begin, end) + rest[end][0], end) for end in ends)
+    # 3. From the first block on, each ends where the least unevenness of the rest begins.
+    bounds = accumulate(reversed(best[1:]), lambda begin, ends: ends[begin][1], initial=0)
     return [end - begin for begin, end in pairwise(bounds)]

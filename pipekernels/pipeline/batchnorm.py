@@ -114,8 +114,8 @@ def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
-    """Make every ``nn.BatchNorm1d/2d/3d`` in ``module``, except ``nn.SyncBatchNorm``, a
-    :class:`DeferredBatchNorm`. One that is deferred already gets the new number of chunks.
+    """Make every ``nn.BatchNorm1d/2d/3d`` in ``module`` that tracks statistics, except
+    ``nn.SyncBatchNorm``, a :class:`DeferredBatchNorm`, or give it the new number of chunks.
 
     Parameters, statistics, hooks and state_dict keys stay the same.
 
@@ -132,7 +132,8 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
     check_kind("module", module, nn.Module, "an nn.Module")
     norms: list[Any] = []
     for name, norm in module.named_modules():
-        if not isinstance(norm, BatchNormBase) or isinstance(norm, nn.SyncBatchNorm):
+        tracks = isinstance(norm, BatchNormBase) and norm.track_running_stats
+        if not tracks or isinstance(norm, nn.SyncBatchNorm):
             continue
         is_plain = type(norm).forward in (BatchNormBase.forward, DeferredBatchNorm.forward)
         if not is_plain or hasattr(norm, "parametrizations") or isinstance(norm, LazyModuleMixin):

@@ -87,9 +87,9 @@ class Pipe(nn.Module):
             Stages that share layers or have collectives run inline.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Sequential`` or has a forward, parameters or hooks
-            itself, its skips do not match, ``balance`` or ``devices`` does not list integers or
-            devices, or a BatchNorm cannot be deferred (``convert_deferred_batch_norm``).
+        TypeError: ``module`` is not an ``nn.Sequential``, holds a pipe or has a forward, parameters
+            or hooks itself, its skips do not match, ``balance`` or ``devices`` does not list
+            integers or devices, or a BatchNorm cannot be deferred.
         ValueError: an argument is out of its range, ``balance`` does not fit the module, or FSDP
             shards a layer.
         IndexError: fewer devices than stages.
@@ -111,6 +111,8 @@ class Pipe(nn.Module):
         super().__init__()
         # 1. Arguments are checked before the module's layers are moved or converted.
         check_sequential(module)
+        if any(isinstance(layer, Pipe) for layer in module.modules()):
+            raise TypeError("module holds a Pipe; put its layers there instead, to_sequential()")
         self.training = module.training
         for name, value in (("balance", balance), ("devices", devices)):
             if isinstance(value, (str, int, torch.device)):

@@ -5,7 +5,7 @@ from itertools import accumulate, combinations, pairwise
 from math import nan
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipekernels.balance.blockpartition import lengths
@@ -23,7 +23,9 @@ def slices(balance: Sequence[int]) -> list[slice]:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 9))
+@given(st.lists(st.integers(0, 9) | st.just(99), min_size=1, max_size=12), st.integers(1, 12))
+@example([1, 5, 2, 3], 3)  # [6, 2, 3] has the smallest squares, [1, 5, 5] the smallest maximum.
+@example([0, 0, 0, 0], 2)  # Lengths break the tie.
 def test_lengths_are_optimal(costs: list[int], partitions: int) -> None:
     if partitions > len(costs):
         with pytest.raises(ValueError, match="cannot be cut"):

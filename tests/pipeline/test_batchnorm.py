@@ -156,12 +156,10 @@ def test_a_layer_commits_by_itself_after_its_chunks(chunks: int, requires_grad: 
     assert_same_statistics(norm, deferred)
 
 
-def test_a_layer_without_statistics_tracks_none() -> None:
-    norm = nn.BatchNorm1d(3, track_running_stats=False)
-    deferred = convert_deferred_batch_norm(norm, chunks=2)
-    x = torch.randn(8, 3)
-    torch.testing.assert_close(deferred(x), norm(x))
-    assert deferred.running_mean is None
+def test_a_layer_without_statistics_is_left_as_it_is() -> None:
+    for kind in (nn.BatchNorm1d, NormAndRelu):
+        layers = nn.Sequential(kind(3, track_running_stats=False))
+        assert type(on_cpus(layers, [1], deferred_batch_norm=True)[0]) is kind
 
 
 def test_a_pipe_commits_whatever_the_chunks_of_its_layers() -> None:

@@ -66,6 +66,25 @@ def test_bits_of_the_loop(name: str, way: str, execution: str, checkpoint: str) 
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 if model.has_sums else 0)
 
 
+SUMMED = [name for name, model in MODELS.items() if model.has_sums]
+
+
+@pytest.mark.parametrize(*pairwise(name=SUMMED, way=WAYS, checkpoint=MODES))
+def test_bits_of_gradients_that_are_sums(name: str, way: str, checkpoint: str) -> None:
+    """They are the same in all executions, and while a timeline records."""
+    model, found = MODELS[name], []
+    for execution in (*EXECUTIONS, "inline, recorded"):
+        module, args = model.build(torch.float32), model.inputs(torch.float32)
+        pipe = Pipe(
+            module, model.balance, devices=["cpu"] * len(model.balance), chunks=CHUNKS,
+            checkpoint=checkpoint, execution=execution.partition(",")[0],
+        )  # fmt: skip
+        with pipe.timeline() if "recorded" in execution else nullcontext():
+            runs = [results(pipe, way, args, module, len(model.balance)) for _ in range(2)]
+        found.append(runs)
+    torch.testing.assert_close(found, [found[0]] * len(found), rtol=0, atol=0)
+
+
 BY_ROW = [name for name, model in MODELS.items() if model.is_by_row]
 
 

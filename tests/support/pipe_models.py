@@ -133,6 +133,11 @@ def shared() -> list[nn.Module]:
     return [twice, a, nn.Tanh(), b, twice]
 
 
+class Twice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x).tanh())
+
+
 class Noisy(nn.MultiheadAttention):
     """All kinds of dropout that are visible from Python."""
 
@@ -251,6 +256,7 @@ MODELS: dict[str, Model] = {
     "nested skips": Model(nested_skips, [2, 1, 2, 2]),
     "crossing skips": Model(lambda: [Start(), linear(), Exchange(), linear(), End()], [2, 1, 1, 1]),
     "shared": Model(shared, [2, 3], has_sums=True),
+    "used twice": Model(lambda: [linear(), Twice(WIDTH, WIDTH), linear()], [1, 2], has_sums=True),
     "dropout": Model(dropout, [1, 1, 1, 1], is_by_row=False, loss=noisy_loss),
     "batch norm": Model(batch_norm, [1, 1, 1, 1], is_by_row=False),
     "deferred batch norm": Model(

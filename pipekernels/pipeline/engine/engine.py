@@ -24,7 +24,7 @@ from pipekernels.ops.dispatch import check_differentiated_once
 from pipekernels.pipeline.batchnorm import committed
 from pipekernels.pipeline.engine.execution import Executions, Signature
 from pipekernels.pipeline.engine.losses import Losses
-from pipekernels.pipeline.engine.parameters import Parameters
+from pipekernels.pipeline.engine.parameters import Layers, Parameters
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.engine.step import Step
 from pipekernels.pipeline.microbatch import Batch, Scatter
@@ -32,10 +32,8 @@ from pipekernels.pipeline.schedule import GPIPE, Schedule
 from pipekernels.pipeline.timeline import Timeline
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-# Engines whose layers are running: on this thread, or on the caller's if this thread is a worker
-# (workers run in a copy of their caller's context).
-_running: ContextVar[tuple[Engine, ...]] = ContextVar("pipekernels_running", default=())
+# Whether a pipe runs what the thread runs: a layer, a loss, a hook. Workers copy their caller's.
+_is_in_pipe = ContextVar("pipekernels_in_pipe", default=False)
 
 
 class Engine:
@@ -61,17 +59,14 @@ class Engine:
     ) -> None:
         self.stages = Stages(partitions, devices)
         self._executions = Executions(self.stages, execution)
-        # Held during each forward and each backward: both install the parameter copies and take
-        # the gradients that those accumulate.
+        # Held during each forward and each backward, which install the parameter copies and take
+        # their gradients, but not while a training step waits for autograd's threads, which may
+        # be starting a backward: then `_turns` keeps other training steps and forwards out.
         self.lock = threading.RLock()
-        # Entered while a training step waits for autograd's threads: such a thread may be starting
-        # a backward of this pipe, which needs the lock. Other training steps and forwards must not
-        # get it, as they would mistake the copies for parameters: `_turns` keeps them out.
-        self._unlocked = _Unlocked(self.lock)
-        self._turns = threading.RLock()
-        self._latest = Parameters(partitions)
+        self._turns = threading.Lock()
+        self._layers = Layers(partitions)
         # Those of mini-batches that have ended, for reuse: making them takes time.
-        self._free_parameters = [self._latest]
+        self._free_parameters: list[Parameters] = []
 
     # torch.compile supports neither workers nor their locks.
     @disable_dynamo
@@ -82,7 +77,7 @@ class Engine:
         # A training step may be waiting for a thread that runs a backward, so a forward on such a
         # thread must not wait for the step.
         turn = _NOTHING if in_backward() else self._turns
-        with self._as_running(), turn, self.lock:
+        with _in_pipe(), turn, self.lock:
             step = self._start(GPIPE, batch, checkpoint, trains=False)
             with self._committed():
                 # Alone, the microbatch runs in the caller's graph. Else the pipe is one node in it.
@@ -105,10 +100,10 @@ class Engine:
     ) -> Any:
         """Run a mini-batch forward and backward, and accumulate its gradients; returns
         ``Losses.total()``."""
-        with self._as_running(), self._turns, self.lock, torch.enable_grad():
+        with _in_pipe(), self._turns, self.lock, torch.enable_grad():
             step = self._start(schedule, batch, checkpoint, trains=True)
             losses = make_losses(step)
-            waiting = self._unlocked if self.stages.with_streams else _NOTHING
+            waiting = partial(_released, self.lock) if self.stages.with_streams else nullcontext
             with self._committed():
                 input_grads, parameter_grads = step.train(losses, waiting)
                 losses.check()
@@ -140,37 +135,22 @@ class Engine:
         finally:
             self.stages.timeline = outer
 
-    @contextmanager
-    def _as_running(self) -> Iterator[None]:
-        """Mark this engine as running in the body. RuntimeError if it is already."""
-        around = _running.get()
-        # A nested run on a worker would wait for the lock of the caller, who waits for the worker.
-        if self in around:
-            raise RuntimeError(
-                "a layer of a pipe calls the pipe that it is in; give the layer, in place of the "
-                "pipe, the module that it is to call"
-            )
-        try:
-            _running.set((*around, self))
-            yield
-        finally:
-            _running.set(around)
-
     def _committed(self) -> AbstractContextManager[None]:
         deferred = self.stages.has_deferred_batch_norm
         return committed(self.stages.modules) if deferred else _NOTHING
 
     def _current_parameters(self) -> Parameters:
         """Parameter copies that no other mini-batch has."""
-        known = self._free_parameters.pop() if self._free_parameters else None
-        if known is not None and known.is_current():
-            return known
         # What is known of layers, and plans made by it, holds until layers change, not parameters.
-        if self._latest.changed_stage() is not None:
+        if self._layers.changed_stage() is not None or self._layers.have_other_hooks():
             self.stages.inspect_layers()
             self._executions.forget()
-        self._latest = Parameters(self.stages.modules)
-        return self._latest
+            self._layers = Layers(self.stages.modules)
+        while self._free_parameters:
+            known = self._free_parameters.pop()
+            if known.layers is self._layers and known.is_current():
+                return known
+        return Parameters(self._layers)
 
     def _start(self, schedule: Schedule, batch: Batch, checkpoint: str, *, trains: bool) -> Step:
         """Make the next mini-batch."""
@@ -187,15 +167,8 @@ class Engine:
         dropped = 0
         if grad and checkpoint != "never":
             dropped = count - 1 if checkpoint == "except_last" else count
-        signature = Signature(
-            schedule,
-            micro_batches=count,
-            size_bits=inputs.elements.bit_length(),
-            grad=grad,
-            training=stages.training,
-            recomputed=dropped,
-            trains=trains,
-        )
+        bits = inputs.elements.bit_length()
+        signature = Signature(schedule, count, bits, grad, stages.training, dropped, trains)
         fuses = stages.timeline is None and not is_profiler_enabled()  # These show each stage.
         plan, record = self._executions.choose(signature, fuses=fuses)
         if not grad:  # The layers then use the parameters themselves.
@@ -208,6 +181,32 @@ class Engine:
             dropped=dropped,
             record=record,
         )
+
+
+@contextmanager
+def _released(lock: threading.RLock) -> Iterator[None]:
+    """Release ``lock``, which is held once, while the body runs."""
+    lock.release()
+    try:
+        yield
+    finally:
+        lock.acquire()
+
+
+@contextmanager
+def _in_pipe(*, is_backward: bool = False) -> Iterator[None]:
+    """Mark what runs in the body as a pipe's. RuntimeError if it is already, except for a backward,
+    which autograd's thread may begin in another."""
+    if _is_in_pipe.get() and not is_backward:
+        raise RuntimeError(
+            "a layer, loss_fn or hook of a pipe calls a pipe, whose threads and parameter copies "
+            "would be in its way; give it that pipe's layers, pipe.to_sequential()"
+        )
+    token = _is_in_pipe.set(True)
+    try:
+        yield
+    finally:
+        _is_in_pipe.reset(token)
 
 
 class PipeNode(torch.autograd.Function):
@@ -226,7 +225,7 @@ class PipeNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         check_differentiated_once("a pipe")
         keep_graph = keeps_graph()
-        with ctx.engine.lock:
+        with _in_pipe(is_backward=True), ctx.engine.lock:
             inputs, parameters = ctx.step.backward(grads, keep_graph)
             # Autograd may run what a loss has besides the pipe's output after this node.
             when_backward_ends(partial(_deny_accumulated, ctx.engine.lock, ctx.step.parameters))
@@ -257,16 +256,3 @@ class GivenGradients(torch.autograd.Function):
         grads = tuple([grad for grad in ctx.grads if grad is not None])
         ctx.grads.clear()
         return None, *grads
-
-
-class _Unlocked:
-    """Releases a lock, held once, while the body runs."""
-
-    def __init__(self, lock: threading.RLock) -> None:
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        self._lock.release()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.acquire()

@@ -34,7 +34,7 @@ EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
 per lane; ``split``: also with backwards in two parts where possible."""
 
 FIRST = "first"
-"""The execution of mini-batches before the first one has ended: inline, to warm up, not counted."""
+"""The execution until a first mini-batch of these layers has ended: inline, watched, not timed."""
 
 TRIALS = 3
 """Number of trials of each execution; the shortest counts."""
@@ -74,11 +74,11 @@ class Auto:
         self._signature = signature
         self._seconds: dict[str, list[float]] = {name: [] for name in executions}
         self._fastest: str | None = None  # Unknown until all have been tried.
-        self._is_warm = False
+        self.is_warm = False
 
     def choose(self) -> str:
         """The execution of the next mini-batch."""
-        if not self._is_warm:
+        if not self.is_warm:
             return FIRST
         if self._fastest is not None:
             return self._fastest
@@ -87,7 +87,7 @@ class Auto:
     def record(self, execution: str, seconds: float) -> None:
         """Note how long a mini-batch took that ran by ``execution``."""
         if execution == FIRST:
-            self._is_warm = True
+            self.is_warm = True
             return
         if self._fastest is not None:  # Of a mini-batch that began before the last trial ended.
             return
@@ -119,7 +119,9 @@ class Plan:
         if stages.one_thread is None:
             self._threads = max(1, self._threads // at_once)
         self._on_workers = execution in ("threads", "split")
-        # As one task, stages of one device make fewer graphs, which autograd enters once.
+        # As one task, stages of one device make fewer graphs, which autograd enters once. Not if
+        # they share a layer: its gradients would be added up in another order than apart.
+        fuses = fuses and (micro_batches == 1 or not stages.share_layers)
         self.is_fused = fuses and not self._on_workers and stages.fused is not None
         self.tasks = [stages.fused] if self.is_fused and stages.fused else stages.tasks
         split = execution == "split"
@@ -199,8 +201,10 @@ class Executions:
         return plan, record
 
     def forget(self) -> None:
-        """Drop the plans: layers have changed."""
+        """Drop the plans and watch the next mini-batch of each signature: layers have changed."""
         self._plans.clear()
+        for auto in self._auto.values():
+            auto.is_warm = False
 
     def _why_inline(self, signature: Signature) -> str | None:
         """Why the next mini-batch has to run on the calling thread; None if it need not."""

@@ -37,89 +37,83 @@ def identity(parameter: nn.Parameter | None) -> int:
     return 0 if parameter is None else id(vars(parameter))  # Copies share its __dict__.
 
 
+def _state(layer: nn.Module) -> tuple[object, ...]:
+    """What a recomputation must find again. Parameters go by their identities, as the copies of
+    another mini-batch may be there, inside whose backward autograd's thread has begun this one."""
+    own, children = layer._parameters, [*layer._modules.values()]
+    hooked, names = bool(layer._forward_pre_hooks), [*own.keys()]
+    return type(layer), layer.training, hooked, children, names, [*map(identity, own.values())]
+
+
+def _hooks(layer: nn.Module) -> list[int]:
+    return [*layer._forward_pre_hooks, *layer._forward_hooks]  # Their keys are never used again.
+
+
+class Layers:
+    """The layers of all stages, and what they are and have, at the time this object is made."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        every = [list(stage.modules()) for stage in stages]
+        # Of each layer, the dict that it has and a copy.
+        self.parameters = [[(x._parameters, {**x._parameters}) for x in stage] for stage in every]
+        self._states = [[(layer, _state(layer), _hooks(layer)) for layer in s] for s in every]
+
+    def changed_stage(self) -> int | None:
+        """The first stage whose layers, modes or parameters have changed; None if there is none."""
+        stages = enumerate(self._states)
+        return next((i for i, s in stages if any(_state(x) != state for x, state, _ in s)), None)
+
+    def have_other_hooks(self) -> bool:
+        """Whether hooks have come or gone since. Recomputations run with present ones."""
+        return any(_hooks(layer) != hooks for s in self._states for layer, _, hooks in s)
+
+
+def _memory(parameter: nn.Parameter) -> tuple[object, ...]:
+    """What its copy has, too, until it changes, as by ``module.to(dtype)``."""
+    shape, stride = parameter.shape, parameter.stride()
+    return parameter.requires_grad, parameter.data_ptr(), parameter.dtype, shape, stride
+
+
 class Parameters:
-    """The parameters of all stages, and copies of the trainable ones, at the time this object is
-    made. A mini-batch owns its object from the forward to the end of its backward.
+    """Copies of the trainable parameters of ``layers``, at the time this object is made. A
+    mini-batch owns its object from the forward to the end of its backward.
 
     Attributes:
         unique: the trainable parameters, each once.
     """
 
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
-        # Of each stage: layers with their classes, modes, pre-hooks and children.
-        self._layers: list[list[tuple[nn.Module, type, bool, bool, list[Any]]]] = []
-        # Of each layer's parameters: their ids, and what their copies have in common with them.
-        self._ids: list[tuple[list[int], list[int]]] = []
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
         self._frozen: list[list[nn.Parameter]] = []  # By stage.
         # By stage, and by id of the parameter: it and its copy. Stages that share a parameter have
         # a copy each, so that no two workers accumulate into one.
         self._pairs: list[dict[int, tuple[nn.Parameter, nn.Parameter]]] = []
         # (parameter dict of a layer, name in it, parameter, copy)
         self._entries: list[tuple[Owner, str, nn.Parameter, nn.Parameter]] = []
-        for stage in stages:
-            pairs, frozen = self._add(stage)
+        for stage in layers.parameters:
+            pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+            frozen = []
+            for owner, named in stage:
+                for name, parameter in named.items():
+                    if parameter is None:
+                        continue
+                    if not parameter.requires_grad:
+                        frozen.append(parameter)
+                        continue
+                    # Layers of one stage that share a parameter share the copy: they run in turn.
+                    if id(parameter) not in pairs:
+                        pairs[id(parameter)] = parameter, _make_copy(parameter)
+                    self._entries.append((owner, name, *pairs[id(parameter)]))
             self._pairs.append(pairs)
             self._frozen.append(frozen)
         by_id = {key: pair[0] for pairs in self._pairs for key, pair in pairs.items()}
         self.unique = list(by_id.values())
-        # Of each parameter whose copy has the same memory; module.to(dtype) changes it.
-        self._memory = [(p, p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.unique]
-
-    def _add(self, stage: nn.Module) -> tuple[dict[int, Any], list[nn.Parameter]]:
-        pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        frozen, layers = [], []
-        for layer in stage.modules():
-            owner = layer._parameters
-            hooked, children = bool(layer._forward_pre_hooks), list(layer._modules.values())
-            layers.append((layer, type(layer), layer.training, hooked, children))
-            self._ids.append(([*map(id, owner.values())], [*map(identity, owner.values())]))
-            for name, parameter in owner.items():
-                if parameter is None:
-                    continue
-                if not parameter.requires_grad:
-                    frozen.append(parameter)
-                    continue
-                # Layers of one stage that share a parameter share the copy: they run in turn.
-                if id(parameter) not in pairs:
-                    pairs[id(parameter)] = parameter, _make_copy(parameter)
-                self._entries.append((owner, name, *pairs[id(parameter)]))
-        self._layers.append(layers)
-        return pairs, frozen
-
-    def changed_stage(self) -> int | None:
-        """The first stage that has got other layers or parameters since, or other modes; None if
-        there is none. Without calls, as every mini-batch asks."""
-        ids = iter(self._ids)
-        for stage, layers in enumerate(self._layers):
-            for layer, layer_class, training, hooked, children in layers:
-                own, (own_ids, identities) = layer._parameters.values(), next(ids)
-                if (
-                    layer.training is not training
-                    or type(layer) is not layer_class
-                    or bool(layer._forward_pre_hooks) is not hooked
-                    or list(layer._modules.values()) != children
-                    # Another mini-batch may have its copies there, with the same identities.
-                    or ([*map(id, own)] != own_ids and [*map(identity, own)] != identities)
-                ):
-                    return stage
-        return None
+        self._memory = [*map(_memory, self.unique)]
 
     def is_current(self) -> bool:
-        """Whether an object made now would be the same."""
-        # Beyond what changed_stage() looks at: other flags, or other memory behind a parameter.
-        for parameter in chain.from_iterable(self._frozen):
-            if parameter.requires_grad:
-                return False
-        for parameter, address, dtype, shape, stride in self._memory:
-            if (
-                not parameter.requires_grad
-                or parameter.data_ptr() != address
-                or parameter.dtype is not dtype
-                or parameter.shape != shape
-                or parameter.stride() != stride
-            ):
-                return False
-        return self.changed_stage() is None
+        """Whether an object made now of the same layers would be the same."""
+        thawed = any(parameter.requires_grad for parameter in chain.from_iterable(self._frozen))
+        return not thawed and [*map(_memory, self.unique)] == self._memory
 
     def versions(self) -> list[list[int]]:
         """The version counters of all parameters, by stage."""
@@ -137,7 +131,7 @@ class Parameters:
                 "first; leave it away around forwards and backwards of a pipe, or evaluate under "
                 "no_grad()"
             )
-        # Another mini-batch of the pipe may have installed its copies: they come back at the end.
+        # Another mini-batch may have installed its copies (Engine): they come back at the end.
         before = [owner[name] for owner, name, _, _ in self._entries]
         addresses = [copy.data_ptr() for _, _, _, copy in self._entries]
         try:

@@ -25,11 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from pipekernels._torch_private import no_function_modes
-
-# Guards the process-wide generator against workers of all pipes. Reentrant: WorkerRandom of a pipe
-# and of one nested in it both handle a random function of the inner pipe.
-_generator_lock: Any = threading.RLock()
+# Guards the process-wide generator against workers of all pipes.
+_generator_lock: Any = threading.Lock()
 # A worker, a thread only of the parent, may have held it.
 os.register_at_fork(after_in_child=_generator_lock._at_fork_reinit)
 
@@ -235,10 +232,7 @@ class Seeds:
         self._generators = generators
         self._forward = forward
         self.in_backward = backward
-        # Without function modes, so that an outer pipe takes this draw for hidden randomness and
-        # does not run this pipe on a worker: seeded() seeds the generator without the lock.
-        with no_function_modes():
-            self._base = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        self._base = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
     def seeded(self, micro_batch: int, stage: int) -> Context:
         """A context for a forward or its recomputation, made and entered on its thread: both get

@@ -51,6 +51,7 @@ class Stages:
         _refuse_fsdp(layers)
         for task in (*self.tasks, *filter(None, [self.fused])):
             task.inspect_layers()
+        self.share_layers = len(layers) != len(set(layers))
         self.training = tuple(layer.training for layer in layers)  # Each layer's flag.
         self.has_deferred_batch_norm = any(isinstance(x, DeferredBatchNorm) for x in layers)
         self.one_thread = self._why_one_thread(layers)  # Why they take turns, or None.
@@ -59,7 +60,7 @@ class Stages:
         if any(device.type != "cpu" for device in self.devices):
             return "one thread keeps devices busy, as their work is issued without waiting"
         # They would run it, and accumulate into its parameters, in an order that depends on timing.
-        if len(layers) != len(set(layers)):
+        if self.share_layers:
             return "stages share a layer"
         # All ranks must call collectives in one order; workers run stages in any order.
         if any(map(has_collectives, layers)):

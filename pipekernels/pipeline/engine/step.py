@@ -22,7 +22,7 @@ from pipekernels.pipeline.engine.parameters import Parameters, versions
 from pipekernels.pipeline.engine.random import preserved
 from pipekernels.pipeline.engine.split_backward import WeightBackward
 from pipekernels.pipeline.engine.stages import Stages
-from pipekernels.pipeline.engine.task import SavedGraph, Task, Values, buffers_now
+from pipekernels.pipeline.engine.task import SavedGraph, Task, Values, buffers_now, may_join
 from pipekernels.pipeline.engine.transport import SkipTable, Transport
 from pipekernels.pipeline.microbatch import (
     Activation,
@@ -34,14 +34,13 @@ from pipekernels.pipeline.microbatch import (
 )
 from pipekernels.pipeline.nested import merged
 from pipekernels.pipeline.schedule import Action, Program
-from pipekernels.pipeline.skip import SkipRoutes
 
 T = TypeVar("T")
 Compute = Callable[[Action, Any], Any]
+Waiting = Callable[[], AbstractContextManager[Any]]
 
 _AT_ONCE = Program([[Action("B", 0, 0)]])  # Stands for the backwards of all microbatches.
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_NO_SKIPS = SkipTable(SkipRoutes([]), [])
 
 
 class Step:
@@ -95,11 +94,9 @@ class Step:
         self._graphs: list[list[SavedGraph | None]] = [
             [None] * len(inputs.sizes) for _ in self._tasks
         ]
-        self._skips = (
-            SkipTable(stages.skips, stages.devices) if stages.skips.receiver else _NO_SKIPS
-        )
-        # Entered while autograd runs, on this thread or on another.
-        self._waiting: AbstractContextManager[Any] = _NOTHING
+        self._skips = SkipTable(stages.skips, stages.devices)
+        # Makes a context for the time in which autograd runs, on this thread or on another.
+        self._waiting: Waiting = nullcontext
         self._keep_graph = False  # Whether the present backward is to.
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, microbatch)
         self._input_grads: list[Grads] = []  # By microbatch, in a backward.
@@ -177,7 +174,7 @@ class Step:
         self._keep_graph = keep_graph
         compute: Compute = self._backward
         program = self._plan.program.backwards
-        if self._plan.is_fused and not self._dropped:
+        if self._plan.is_fused and not self._dropped and may_join(self._graphs[0]):
             compute, program = self._backward_at_once, _AT_ONCE  # Autograd is entered once.
         self.outputs.give(grads)
         # Streams as in the forward. Then what the backwards accumulate into has to be empty, and
@@ -192,9 +189,9 @@ class Step:
         self._note_seconds()
         return results
 
-    def train(self, losses: OutputConsumer, waiting: AbstractContextManager[Any]) -> list[Grads]:
+    def train(self, losses: OutputConsumer, waiting: Waiting) -> list[Grads]:
         """Run the whole program, with ``losses`` between forwards and backwards; returns as
-        :meth:`backward`. ``waiting`` is entered while autograd runs, on this thread or another."""
+        :meth:`backward`. Autograd runs, on this thread or another, in contexts of ``waiting``."""
         assert self.parameters is not None
         with cast_cache(False):
             self._context = context = CallerContext()  # For forwards on any thread.
@@ -254,7 +251,7 @@ class Step:
         what a recomputation needs has changed."""
         assert self.parameters is not None
         change = "its layers, their modes, or which parameters they have, were changed"
-        stage = self.parameters.changed_stage()
+        stage = self.parameters.layers.changed_stage()
         if stage is None:
             change = "its parameters were modified in place"
             pairs = zip(self.parameters.versions(), self._parameter_versions, strict=True)
@@ -353,7 +350,7 @@ class Step:
         if (stage, m, True) in self._transport.pending:
             self._transport.receive((stage, m, True))
         if grads is None:
-            with self._waiting, self.seeds.in_backward():
+            with self._waiting(), self.seeds.in_backward():
                 grads = self._consumer.grads(m)
         graph = self._graphs[stage][m]
         if not self._keep_graph:
@@ -407,7 +404,7 @@ class Step:
     def _autograd(self, task: Task, m: int | None, compute: Callable[[], T]) -> T:
         """Call ``compute``, which runs autograd on graphs of microbatch ``m``, of all if None."""
         try:
-            with self._waiting, self.seeds.in_backward():
+            with self._waiting(), self.seeds.in_backward():
                 return compute()
         except Exception as error:
             note_backward(error, task.stages, m)

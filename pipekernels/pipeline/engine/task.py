@@ -122,6 +122,24 @@ class SavedGraph:
         self.leaves = self.roots = ()
 
 
+def may_join(graphs: Sequence[SavedGraph | None]) -> bool:
+    """Whether one backward of all ``graphs`` gives the bits of one of each. Not if a graph uses a
+    parameter twice: autograd then adds up its gradients in another order."""
+    for graph in graphs:
+        if graph is None or any(isinstance(root, torch.Tensor) for root in graph.roots):
+            return False
+        nodes = [root.node for root in graph.roots if isinstance(root, GradientEdge)]
+        seen = set()
+        for node in nodes:  # Which get longer meanwhile.
+            # To look through a large graph would take longer than to enter autograd once more.
+            if len(nodes) > 100 or (node in seen and not node.next_functions):
+                return False
+            if node not in seen:
+                seen.add(node)
+                nodes += [child for child, _ in node.next_functions if child is not None]
+    return True
+
+
 def _root(tensor: torch.Tensor) -> Root | None:
     if not tensor.requires_grad:
         return None
@@ -136,11 +154,12 @@ def _root(tensor: torch.Tensor) -> Root | None:
 
 
 def _may_modify_inputs(layer: nn.Module) -> bool:
-    """Whether a layer or one of its forward pre-hooks might modify its input in place. torch's own
+    """Whether a layer or one of its forward hooks might modify its input in place. torch's own
     layers do so only if they have ``inplace=True``."""
     return bool(
         getattr(layer, "inplace", False)
         or layer._forward_pre_hooks
+        or layer._forward_hooks
         or not type(layer).__module__.startswith("torch.nn.")
     )
 

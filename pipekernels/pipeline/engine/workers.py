@@ -21,7 +21,7 @@ _executor: ThreadPoolExecutor
 
 def _start() -> None:
     # One per process: a new pipe need not start threads. No lane may wait for a free thread, as
-    # workers wait for each other's results, also those of a pipe in a pipe: so no limit is reached.
+    # workers wait for each other's results: so no limit is reached.
     global _executor
     _executor = ThreadPoolExecutor(max_workers=1 << 16, thread_name_prefix="pipekernels-worker")
 

@@ -51,3 +51,12 @@ def test_a_recomputation_with_another_graph_is_an_error(execution: str) -> None:
 def test_random_layers(seeds: range) -> None:
     """Views, strides, several tensors: see :mod:`support.sweeps.pipes`."""
     assert [text for seed in seeds if (text := differs(seed)) is not None] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seeds", [range(24), pytest.param(range(24, 500), marks=pytest.mark.full)], ids=str
+)
+def test_random_training(seeds: range) -> None:
+    """Layers are frozen, hooked, cast, replaced, evaluated between steps: nothing kept is stale."""
+    assert not [text for seed in seeds if (text := differs(seed, steps=5, changes=3))]

@@ -102,15 +102,6 @@ def test_backwards_by_micro_batch(train: bool, execution: str) -> None:
     assert error.__notes__ == [f"raised in the backward of {stages}, microbatch 2 of a pipe"]
 
 
-def test_a_pipe_in_a_pipe(execution: str) -> None:
-    inner = on_cpus(nn.Sequential(Fails("forward")), [1])
-    error = failed(pipe_with(inner))
-    assert error.__notes__ == [
-        "raised in the forward of layer '0' (Fails), stage 0, microbatch 0 of a pipe",
-        f"raised in the forward of {WHERE}",
-    ]
-
-
 def test_a_layer_that_occurs_twice(execution: str) -> None:
     layer = Fails("forward")
     pipe = on_cpus(nn.Sequential(layer, nn.Identity(), layer), [3], chunks=4)

@@ -143,7 +143,7 @@ def test_a_skip_that_a_later_stage_overwrites_is_refused(checkpoint: str) -> Non
         pipe(torch.randn(4, 5))
     with torch.no_grad():
         x = torch.randn(4, 5)
-        assert torch.equal(pipe(x), pipe.to_sequential()(x))
+        assert torch.equal(pipe(x), torch.cat([*map(pipe.to_sequential(), x.chunk(2))]))
 
 
 def test_layers_with_skips_may_be_replaced_but_not_added_or_removed(execution: str) -> None:

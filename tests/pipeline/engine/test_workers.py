@@ -24,18 +24,28 @@ from pipekernels.pipeline.engine.transport import Transport
 from pipekernels.pipeline.engine.workers import intra_op_threads
 
 
-def test_a_layer_cannot_call_its_own_pipe(execution: str) -> None:
+def test_what_a_pipe_runs_cannot_call_a_pipe(execution: str) -> None:
+    """A layer, a loss, or a hook in a backward: itself, or one that no layer holds, or one does."""
     called: list[nn.Module] = []  # Not submodules.
     calls = FunctionLayer(lambda x: x + called[0](x))
-    pipe, other = pipe_of(nn.Linear(2, 2), calls), pipe_of(nn.Linear(2, 2), nn.Tanh())
+    hooks = FunctionLayer(lambda x: (x.register_hook(lambda grad: called[0](grad)), x)[1])
+    other = pipe_of(nn.Linear(2, 2), nn.Tanh())
+    pipe, hooked = pipe_of(nn.Linear(2, 2), calls), pipe_of(nn.Linear(2, 2), hooks)
     x = torch.ones(4, 2)
-    called[:] = [pipe]
-    for call in (pipe, lambda x: pipe.train_step(x, x, nn.functional.mse_loss)):
-        with pytest.raises(RuntimeError, match="calls the pipe that it is in"):
-            call(x)
-    called[:] = [other]
-    y = pipe[0](x)
-    torch.testing.assert_close(pipe(x), y + other(y))
+    for called[:] in ([pipe], [other], [hooked]):
+        for call in (
+            lambda: pipe(x),
+            lambda: pipe.train_step(x, x, nn.functional.mse_loss),
+            lambda: hooked(x).sum().backward(),
+            lambda: hooked.train_step(x, None, lambda y: called[0](y).sum()),
+        ):
+            with pytest.raises(RuntimeError, match="of a pipe calls a pipe"):
+                call()
+    with pytest.raises(TypeError, match=r"holds a Pipe.*to_sequential\(\)"):
+        pipe_of(nn.Linear(2, 2), nn.Sequential(other))
+    pipe.partitions[1][0] = nn.Sequential(other)
+    with pytest.raises(RuntimeError, match=r"calls a pipe.*to_sequential\(\)"):
+        pipe(x)
 
 
 def run_script(body: str, **kwargs: object) -> subprocess.Popen[str]:

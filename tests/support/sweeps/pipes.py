@@ -186,30 +186,54 @@ def case(seed: int) -> tuple[nn.Sequential, Tensor, str, dict[str, Any]]:
     return module, x, draw.choice(ways), options
 
 
-def differs(seed: int) -> str | None:
-    """How a pipe differs from the loop, or its executions from each other, if they do."""
+def change(draw: random.Random, module: nn.Sequential, hooks: list[Any]) -> None:
+    """Do to the layers what programs do between steps."""
+    layer = draw.choice([each for each in module.modules() if each._parameters])
+    name, weight = draw.choice(list(layer.named_parameters(recurse=False)))
+    every, halve = list(module.parameters()), lambda _, values: (values[0] * 0.5,)
+    vector = nn.utils.parameters_to_vector(every).detach() * 0.9
+    changes: list[Callable[[], Any]] = [
+        lambda: module.requires_grad_(draw.random() < 0.7),
+        lambda: weight.requires_grad_(not weight.requires_grad),
+        lambda: nn.utils.vector_to_parameters(vector, every),
+        lambda: setattr(weight, "data", weight.data * 0.9),  # As an average in its place.
+        lambda: setattr(layer, name, nn.Parameter(weight.detach() * 0.9)),
+        lambda: module.train(draw.random() < 0.5),
+        lambda: layer.train(not layer.training),
+        lambda: hooks.append(layer.register_forward_pre_hook(halve)),
+        lambda: hooks.pop(draw.randrange(len(hooks))).remove() if hooks else None,
+    ]
+    draw.choice(changes)()
+
+
+def differs(seed: int, *, steps: int = 2, changes: int = 0) -> str | None:
+    """How a pipe differs from the loop, or its executions from each other, if they do, in as many
+    steps, with at most so many ``changes`` before each, and an evaluation in float32."""
     module, x, way, options = case(seed)
     parameters = [parameter for layer in module for parameter in layer.parameters()]
-    shares, tolerance = len(parameters) > len(set(parameters)), 0.0
-    if way in SCHEDULES or shares:
+    tolerance = 0.0
+    if way in SCHEDULES or len(parameters) > len(set(parameters)) or changes:
         # What several paths add to a gradient comes in another order: the loss of a step has a
-        # graph of its own, and on workers each microbatch a backward, which inline is one of all.
-        module, x = module.double(), x.detach().double().requires_grad_(x.requires_grad)
-        tolerance = 1e-10
-
-    def twice(make: Callable[[nn.Sequential], Any]) -> list[Any]:
-        """The second time it may run otherwise than the first, which is observed."""
-        own = copy.deepcopy(module)
-        run = make(own)
-        return [results(run, way, [x], own, len(options["balance"])) for _ in range(2)]
-
-    expected = twice(lambda own: Loop(cut(own, options["balance"]), options["chunks"]))
-    for execution in EXECUTIONS:
-        found = twice(lambda own: Pipe(own, **options, execution=execution))  # noqa: B023
+        # graph of its own, and each stage or microbatch a backward, which the loop has one of.
+        given = x.detach().double().requires_grad_(x.requires_grad or changes > 0)
+        module, x, tolerance = module.double(), given, 1e-10
+    expected: list[Any] = []
+    # The second time it may run otherwise than the first, which is observed.
+    for execution in ("loop", *EXECUTIONS, *["auto"] * bool(changes)):
+        draw, own, hooks = random.Random(seed), copy.deepcopy(module), list[Any]()
+        found, loop, stages = list[Any](), execution == "loop", len(options["balance"])
+        run: Any = Loop(cut(own, options["balance"]), options["chunks"])
+        run = run if loop else Pipe(own, **options, execution=execution)
+        for _ in range(steps):
+            for _ in range(draw.randint(0, changes)):
+                change(draw, own, hooks)
+            if changes and draw.random() < 0.4:
+                found.append(results(run, "no_grad", [x.float()], own.float(), stages))
+                own.double()
+            found.append(results(run, way, [x], own, stages))
         try:
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(found, expected or found, rtol=tolerance, atol=tolerance)
         except AssertionError as error:
             return f"case {seed}, {way}, {execution}: {error} {options}"
-        if not shares:
-            expected, tolerance = found, 0.0
+        expected, tolerance = found, tolerance if loop else 0.0
     return None
