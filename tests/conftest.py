@@ -9,15 +9,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import LIMIT, pipes
-from support.ranks import run_in_group, run_processes
 
 from pipekernels import _backend
 
@@ -110,19 +108,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def run_group(tmp_path: Path) -> Callable[..., list[Any]]:
-    """Runs ``body(rank, *args)`` on processes; their default group's backend is ``pipekernels``."""
-
-    def run(
-        world_size: int, body: Callable[..., Any], *args: Any, hosts: str = "", **options: Any
-    ) -> list[Any]:
-        job = (str(tmp_path / "store"), hosts, body, args)
-        return run_processes(world_size, run_in_group, *job, **options)
-
-    return run
 
 
 @pytest.fixture(params=["inline", "threads", "split"])

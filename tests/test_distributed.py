@@ -4,7 +4,6 @@ import datetime
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from support.programs import python
-from support.ranks import in_group
+from support.ranks import in_group, run_group
 from support.sweeps.collectives import Call, differ_in_group, make_in_group, waited
 from torch import nn
 from torch.distributed.distributed_c10d import AllgatherOptions
@@ -28,18 +27,18 @@ pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
 
 
 @pytest.mark.parametrize("hosts", ["", "aab"])
-def test_random_calls_equal_the_oracle(hosts: str, run_group: Callable[..., list[Any]]) -> None:
+def test_random_calls_equal_the_oracle(hosts: str) -> None:
     run_group(3, random_calls, hosts, range(120), hosts=hosts)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_many_random_calls(ranks: int, run_group: Callable[..., list[Any]]) -> None:
+def test_many_random_calls(ranks: int) -> None:
     run_group(ranks, random_calls, "", range(1000, 2000))
 
 
 @pytest.mark.parametrize("cases", [40, pytest.param(1000, marks=pytest.mark.full)])
-def test_random_calls_that_differ(cases: int, run_group: Callable[..., list[Any]]) -> None:
+def test_random_calls_that_differ(cases: int) -> None:
     run_group(3, random_calls_that_differ, cases)
 
 

@@ -147,24 +147,27 @@ def run_processes(
     return [answer and answer[0] for answer in answers]
 
 
-def run_in_group(
-    comm: Communicator, store: str, hosts: str, body: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
-    """Run ``body(rank, *args)`` with a default group of the backend ``pipekernels``.
-
-    :func:`run_processes` runs this. The module of ``body`` must have registered the backend.
+def run_group(
+    world_size: int, body: Callable[..., Any], *args: Any, hosts: str = "", **options: Any
+) -> list[Any]:
+    """As :func:`run_processes`, run ``body(rank, *args)`` with a default group of the backend
+    ``pipekernels``, which the module of ``body`` must have registered.
 
     Args:
-        comm: gives the rank and the number of ranks.
-        store: path of a file that does not exist yet.
         hosts: one letter per rank, the host that it pretends to be on; empty for the real host.
     """
+    return run_processes(world_size, _in_group, hosts, body, args, **options)
+
+
+def _in_group(
+    comm: Communicator, hosts: str, body: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    store = dist.PrefixStore("group", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     if hosts:
         os.environ["PIPEKERNELS_HOST_ID"] = hosts[comm.rank]
-    dist.init_process_group(
-        "cpu:pipekernels", init_method=f"file://{store}", rank=comm.rank, world_size=comm.world_size
-    )
+    place = {"rank": comm.rank, "world_size": comm.world_size}
+    dist.init_process_group("cpu:pipekernels", store=store, **place)
     return body(comm.rank, *args)
 
 
@@ -255,24 +258,23 @@ def _run(
 
 
 def body_of(module: str, name: str, *args: Any) -> Any:
-    """Run the body of a test that :func:`in_group` or :func:`on_ranks` has made."""
+    """Run the body of a test that :func:`as_test` has made."""
     return getattr(importlib.import_module(module), name).body(*args)
-
-
-def picklable(body: Callable[..., Any]) -> Callable[..., Any]:
-    """``body``, though its name stands for the test that is made of it."""
-    return functools.partial(body_of, body.__module__, body.__name__)
 
 
 def as_test(start: Callable[..., object], body: Callable[..., Any], fixture: str = "") -> Any:
     """A test in the place of ``body``, with the parameters that ``body`` has behind the first one.
 
-    It calls ``start`` with the values of ``fixture``, if that is named, and of these.
+    It calls ``start`` with the value of ``fixture``, if that is named, with ``body``, which can be
+    pickled though its name stands for the test, and with the values of the parameters.
     """
-    names = [fixture] * bool(fixture) + list(inspect.signature(body).parameters)[1:]
+    first = [fixture] * bool(fixture)
+    names = first + list(inspect.signature(body).parameters)[1:]
 
     def test(**values: Any) -> None:
-        start(*(values[name] for name in names))
+        call = functools.partial(body_of, body.__module__, body.__name__)
+        given = [values[name] for name in names]
+        start(*given[: len(first)], call, *given[len(first) :])
 
     made: Any = test
     made.__name__, made.__doc__, made.__module__ = body.__name__, body.__doc__, body.__module__
@@ -283,15 +285,8 @@ def as_test(start: Callable[..., object], body: Callable[..., Any], fixture: str
 
 
 def in_group(world_size: int, **options: Any) -> Callable[[Callable[..., object]], Any]:
-    """Make a test of ``body(rank, *others)``, see :func:`as_test`, which ``run_group`` runs."""
-
-    def make(body: Callable[..., object]) -> Any:
-        def start(run_group: Callable[..., list[Any]], *others: Any) -> None:
-            run_group(world_size, picklable(body), *others, **options)
-
-        return as_test(start, body, "run_group")
-
-    return make
+    """Make a test of ``body(rank, *others)``, see :func:`as_test`, by :func:`run_group`."""
+    return functools.partial(as_test, functools.partial(run_group, world_size, **options))
 
 
 def on_ranks(
@@ -303,15 +298,12 @@ def on_ranks(
     marks = {run_processes: pytest.mark.processes}
     params = [pytest.param(run, marks=marks.get(run, ()), id=run.__name__) for run in runs]
 
-    def make(body: Callable[..., object]) -> Any:
-        def start(run: Callable[..., Any], *others: Any) -> None:
-            devices = [each for each in others if isinstance(each, torch.device)]
-            device = devices[0] if devices else torch.device("cpu")
-            run(world_size, on(device, picklable(body), *others), **options)
+    def start(run: Callable[..., Any], body: Callable[..., Any], *others: Any) -> None:
+        devices = [each for each in others if isinstance(each, torch.device)]
+        device = devices[0] if devices else torch.device("cpu")
+        run(world_size, on(device, body, *others), **options)
 
-        return pytest.mark.parametrize("run", params)(as_test(start, body, "run"))
-
-    return make
+    return lambda body: pytest.mark.parametrize("run", params)(as_test(start, body, "run"))
 
 
 def leakable_resources() -> list[str]:

@@ -1,11 +1,9 @@
 """Meshes, stages and comparisons for tests of the pipeline over a mesh dimension, on every rank."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -44,40 +42,9 @@ def run(module: nn.Module, x: Tensor | None, mesh: DeviceMesh, m: int, **kwargs:
     )
 
 
-def assert_equal_on_all_ranks(mine: Tensor) -> None:
-    drawn = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(drawn, mine)
-    assert all(torch.equal(other, mine) for other in drawn)
-
-
 def assert_same_grads(module: nn.Module, reference: nn.Module) -> None:
     for p, q in zip(module.parameters(), reference.parameters(), strict=True):
         wanted = torch.zeros_like(q) if q.grad is None else q.grad
         torch.testing.assert_close(
             torch.zeros_like(p) if p.grad is None else p.grad, wanted, **exactly
         )
-
-
-def assert_equals_sequential(
-    comm: Communicator, mesh: DeviceMesh, modules: list[nn.Module], x: Tensor, m: int
-) -> Tensor:
-    """Check output and gradients of the parameters and of ``x``; returns the output."""
-    reference = nn.Sequential(*copy.deepcopy(modules))
-    mine, last = modules[comm.rank], comm.world_size - 1
-    x_reference = x.clone().detach().requires_grad_(x.requires_grad)
-    expected = reference(x_reference)
-    target = randn(*expected.shape, seed=2)
-    output = run(mine, x, mesh, m)
-    assert output.shape == expected.shape
-    assert output.dtype == expected.dtype
-    assert output.requires_grad == expected.requires_grad
-    wanted = expected if comm.rank == last else torch.zeros_like(expected)
-    torch.testing.assert_close(output, wanted, **exactly)
-    if expected.requires_grad:
-        (expected - target).square().mean().backward()
-        (output - target).square().mean().backward()
-        assert_same_grads(mine, reference[comm.rank])
-    if x.requires_grad:
-        wanted = x_reference.grad if comm.rank == 0 else torch.zeros_like(x)
-        torch.testing.assert_close(x.grad, wanted, **exactly)
-    return output

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from support import TIMEOUT
 from support.levels import in_gate
-from support.ranks import as_test, leakable_resources, leaves_the_group, picklable, run_processes
+from support.ranks import as_test, leakable_resources, leaves_the_group, run_processes
 from support.sweeps.collectives import Call, make
 from torch import nn
 
@@ -30,12 +31,8 @@ def run_hosts(layout: str, body: Callable[..., Any], *args: Any, **options: Any)
 
 
 def on_hosts(layout: str, **options: Any) -> Callable[[Callable[..., object]], Any]:
-    """Make a test of ``body(communicator, *others)``, see :func:`run_hosts` and :func:`as_test`."""
-
-    def make(body: Callable[..., object]) -> Any:
-        return as_test(lambda *others: run_hosts(layout, picklable(body), *others, **options), body)
-
-    return make
+    """Make a test of ``body(communicator, *others)``, see :func:`as_test`, by :func:`run_hosts`."""
+    return partial(as_test, partial(run_hosts, layout, **options))
 
 
 def on_host(alone: Communicator, layout: str, body: Callable[..., Any], args: Any) -> Any:

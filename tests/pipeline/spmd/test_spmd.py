@@ -16,7 +16,6 @@ from support.function_layer import FunctionLayer
 from support.ranks import run_processes
 from support.spmd_cases import (
     WIDTH,
-    assert_equals_sequential,
     assert_same_grads,
     exactly,
     line,
@@ -26,6 +25,7 @@ from support.spmd_cases import (
     stages,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipekernels import Communicator, PipelineModule, execute_pipeline, execute_pipeline_step
 
@@ -54,6 +54,31 @@ STAGES: list[Callable[[int], nn.Module]] = [
     lambda index: nn.Tanh() if index == 1 else mlp(),
     lambda index: nn.Sequential(nn.ReLU(inplace=True), mlp()),
 ]
+
+
+def assert_equals_sequential(
+    comm: Communicator, mesh: DeviceMesh, modules: list[nn.Module], x: Tensor, m: int
+) -> Tensor:
+    """Check output and gradients of the parameters and of ``x``; returns the output."""
+    reference = nn.Sequential(*copy.deepcopy(modules))
+    mine, last = modules[comm.rank], comm.world_size - 1
+    x_reference = x.clone().detach().requires_grad_(x.requires_grad)
+    expected = reference(x_reference)
+    target = randn(*expected.shape, seed=2)
+    output = run(mine, x, mesh, m)
+    assert output.shape == expected.shape
+    assert output.dtype == expected.dtype
+    assert output.requires_grad == expected.requires_grad
+    wanted = expected if comm.rank == last else torch.zeros_like(expected)
+    torch.testing.assert_close(output, wanted, **exactly)
+    if expected.requires_grad:
+        (expected - target).square().mean().backward()
+        (output - target).square().mean().backward()
+        assert_same_grads(mine, reference[comm.rank])
+    if x.requires_grad:
+        wanted = x_reference.grad if comm.rank == 0 else torch.zeros_like(x)
+        torch.testing.assert_close(x.grad, wanted, **exactly)
+    return output
 
 
 def equals_sequential(comm: Communicator) -> None:

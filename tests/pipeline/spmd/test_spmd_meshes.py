@@ -11,7 +11,6 @@ import torch.distributed as dist
 from support.ranks import run_processes
 from support.spmd_cases import (
     WIDTH,
-    assert_equal_on_all_ranks,
     assert_same_grads,
     exactly,
     mlp,
@@ -33,6 +32,12 @@ def gathered(module: nn.Module, group: dist.ProcessGroup) -> nn.Sequential:
     modules: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(modules, module, group=group)
     return nn.Sequential(*modules)
+
+
+def assert_equal_on_all_ranks(mine: Tensor) -> None:
+    drawn = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(drawn, mine)
+    assert all(torch.equal(other, mine) for other in drawn)
 
 
 def data_parallel(comm: Communicator) -> None:
