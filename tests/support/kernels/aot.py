@@ -164,31 +164,21 @@ def slab_cases(version: str) -> list[SlabCase]:
     return found
 
 
-def one_per_configuration() -> list[Case]:
-    """For each configuration one of its variants, in turn."""
-    groups: dict[tuple[Any, ...], list[Case]] = {}
+def for_many_rows() -> list[Case]:
+    """For each generation and precision, by which products, sums and loads differ, the
+    configuration for many rows, by descriptors and by pointers, in one variant each."""
+    groups: dict[tuple[Any, ...], Case] = {}
     for case in cases():
-        configuration = (*case[:5], case.variant in ("odd", "unit"))
-        if case.precision != "float16":
-            groups.setdefault(configuration, []).append(case)
-    return [group[at % len(group)] for at, group in enumerate(groups.values())]
-
-
-def gate_cases() -> list[Case]:
-    """For sm_90 each configuration of bfloat16; and of every other precision, by which products,
-    sums and loads differ, the one for many rows."""
-    return [
-        case
-        for case in one_per_configuration()
-        if case.architecture == 90
-        and (case.precision == "bfloat16" or case.blocks == TILES[90, case.precision].many)
-    ]
+        is_odd = case.variant == "odd"
+        if is_odd or (case.blocks == TILES[case[1:3]].many and case.variant != "unit"):
+            groups.setdefault((*case[:3], is_odd), case)
+    return list(groups.values())
 
 
 def gate_slab_cases() -> list[SlabCase]:
     """For sm_90, by descriptors and by pointers."""
     own = [case for case in slab_cases("installed") if case.architecture == 90]
-    return [case for case in own if case.precision in ("bfloat16", "float32") and case.slabs == 8]
+    return [case for case in own if case.precision == "bfloat16" and case.slabs == 8]
 
 
 def build(case: AnyCase) -> Kernel | str:
