@@ -113,7 +113,7 @@ def cases(gate: Sequence[Any], installed: Sequence[Any], oldest: Sequence[Any]) 
 @pytest.mark.parametrize(
     ("version", "case"),
     cases(
-        [case for case in aot.for_many_rows() if case.architecture == 90],
+        aot.gate_cases(),
         aot.cases(),
         aot.for_many_rows(),
     ),

@@ -175,6 +175,12 @@ def for_many_rows() -> list[Case]:
     return list(groups.values())
 
 
+def gate_cases() -> list[Case]:
+    """For sm_90 each precision by descriptors, and bfloat16 by pointers."""
+    own = [each for each in for_many_rows() if each.architecture == 90]
+    return [each for each in own if each.precision == "bfloat16" or each.variant == "forward"]
+
+
 def gate_slab_cases() -> list[SlabCase]:
     """For sm_90, by descriptors and by pointers."""
     own = [case for case in slab_cases("installed") if case.architecture == 90]
