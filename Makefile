@@ -119,10 +119,11 @@ demo: $(DEMO)
 	$(BIN)/python -m demo $(ARGS)
 
 # Tests share the cores among themselves, not each its own: some start eight ranks or compile. A
-# worker more than cores, as two of them mostly wait for compilers.
+# worker more than cores, as tests wait for processes and timeouts.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-SUITE := $(PYTEST) -n $$(($(CORES) + 1)) --maxprocesses 5 --dist loadgroup --durations 20
+SUITE := $(PYTEST) -n $$(($(CORES) + 1)) --maxprocesses 5 --dist loadfile --no-loadscope-reorder \
+  --durations 20
 
 check: $(TESTS) $(LINT)
 	$(BIN)/ruff check

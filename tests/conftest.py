@@ -29,9 +29,13 @@ os.environ.setdefault("PIPEKERNELS_SYMMETRIC_BYTES", str(256 << 20))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MARKERS_OF_PROCESSES = ("processes", "native", "compile", "project", "cuda")
-# One worker of pytest-xdist runs each of them, as its tests share costly fixtures or all cores. The
-# longest ones come first.
-FILES_OF_ONE_WORKER = ("test_aot", "test_emitted_code")
+# The files that take the longest. A worker of pytest-xdist runs a whole file, as its tests share
+# costly fixtures, and the last one to begin should be short.
+LONGEST = (
+    *("test_plans", "test_aot", "test_stub_driver", "test_sharded_gemm", "test_slab_gemm"),
+    *("test_decoding", "test_changed_decoders", "test_derived_plans", "test_equals_the_loop"),
+    *("test_adapters", "test_transport", "test_invented_models", "test_emitted_code"),
+)
 
 
 def _cuda_device() -> torch.device:
@@ -44,17 +48,12 @@ def _cuda_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Limit all tests; order and group them for pytest-xdist, if it is there."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Limit all tests, and let the longest files come first."""
     for item in items:
         item.add_marker(pytest.mark.timeout(LIMIT))
-    if config.pluginmanager.hasplugin("xdist"):
-        ranks = {stem: rank for rank, stem in enumerate(FILES_OF_ONE_WORKER)}
-        items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
-        for item in items:
-            if item.path.stem in ranks:
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    ranks = {stem: rank for rank, stem in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
 
 @pytest.fixture(autouse=True)
