@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 from support.checks import assert_raises
-from support.kernels.experts import INNER
 from support.ranks import run_threads
 from support.reference import gamma
-from test_experts import HIDDEN, LAYOUTS, Experts, both, routing
+from test_experts import HIDDEN, INNER, LAYOUTS, Experts, both, routing
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize

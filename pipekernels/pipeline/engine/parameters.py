@@ -37,41 +37,57 @@ def identity(parameter: nn.Parameter | None) -> int:
     return 0 if parameter is None else id(vars(parameter))  # Copies share its __dict__.
 
 
-def _state(layer: nn.Module) -> tuple[object, ...]:
-    """What a recomputation must find again. Parameters go by their identities, as the copies of
-    another mini-batch may be there, inside whose backward autograd's thread has begun this one."""
-    own, children = layer._parameters, [*layer._modules.values()]
-    hooked, names = bool(layer._forward_pre_hooks), [*own.keys()]
-    return type(layer), layer.training, hooked, children, names, [*map(identity, own.values())]
-
-
-def _hooks(layer: nn.Module) -> list[int]:
-    return [*layer._forward_pre_hooks, *layer._forward_hooks]  # Their keys are never used again.
-
-
 class Layers:
     """The layers of all stages, and what they are and have, at the time this object is made."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         every = [list(stage.modules()) for stage in stages]
-        # Of each layer, the dict that it has and a copy.
+        # Of each layer, the dict that it has, and a copy that keeps the parameters and so their ids.
         self.parameters = [[(x._parameters, {**x._parameters}) for x in stage] for stage in every]
-        self._states = [[(layer, _state(layer), _hooks(layer)) for layer in s] for s in every]
+        self._states = [[_state(layer) for layer in stage] for stage in every]
+        # The keys of hooks are never used again.
+        self._hooks = [
+            (layer, [*layer._forward_pre_hooks, *layer._forward_hooks])
+            for layer in chain.from_iterable(every)
+        ]
 
     def changed_stage(self) -> int | None:
-        """The first stage whose layers, modes or parameters have changed; None if there is none."""
-        stages = enumerate(self._states)
-        return next((i for i, s in stages if any(_state(x) != state for x, state, _ in s)), None)
+        """The first stage whose layers, modes or parameters have changed; None if there is none.
+        Without calls, as every mini-batch asks."""
+        for stage, states in enumerate(self._states):
+            for layer, layer_class, training, hooked, children, names, ids, identities in states:
+                own = layer._parameters
+                if (
+                    layer.training is not training
+                    or type(layer) is not layer_class
+                    or bool(layer._forward_pre_hooks) is not hooked
+                    or [*layer._modules.values()] != children
+                    or [*own] != names
+                    # The copies of another mini-batch may be there, inside whose backward
+                    # autograd's thread has begun this one; they have the same identities.
+                    or ([*map(id, own.values())] != ids)
+                    and [*map(identity, own.values())] != identities
+                ):
+                    return stage
+        return None
 
     def have_other_hooks(self) -> bool:
         """Whether hooks have come or gone since. Recomputations run with present ones."""
-        return any(_hooks(layer) != hooks for s in self._states for layer, _, hooks in s)
+        for layer, hooks in self._hooks:
+            if [*layer._forward_pre_hooks, *layer._forward_hooks] != hooks:
+                return True
+        return False
 
 
-def _memory(parameter: nn.Parameter) -> tuple[object, ...]:
-    """What its copy has, too, until it changes, as by ``module.to(dtype)``."""
-    shape, stride = parameter.shape, parameter.stride()
-    return parameter.requires_grad, parameter.data_ptr(), parameter.dtype, shape, stride
+State = tuple[nn.Module, type, bool, bool, list[Any], list[str], list[int], list[int]]
+
+
+def _state(layer: nn.Module) -> State:
+    """What a recomputation must find again."""
+    own, children = layer._parameters, [*layer._modules.values()]
+    ids, identities = [*map(id, own.values())], [*map(identity, own.values())]
+    hooked = bool(layer._forward_pre_hooks)
+    return layer, type(layer), layer.training, hooked, children, [*own], ids, identities
 
 
 class Parameters:
@@ -108,12 +124,24 @@ class Parameters:
             self._frozen.append(frozen)
         by_id = {key: pair[0] for pairs in self._pairs for key, pair in pairs.items()}
         self.unique = list(by_id.values())
-        self._memory = [*map(_memory, self.unique)]
+        # Of each parameter whose copy has the same memory; module.to(dtype) changes it.
+        self._memory = [(p, p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.unique]
 
     def is_current(self) -> bool:
         """Whether an object made now of the same layers would be the same."""
-        thawed = any(parameter.requires_grad for parameter in chain.from_iterable(self._frozen))
-        return not thawed and [*map(_memory, self.unique)] == self._memory
+        for parameter in chain.from_iterable(self._frozen):
+            if parameter.requires_grad:
+                return False
+        for parameter, address, dtype, shape, stride in self._memory:
+            if (
+                not parameter.requires_grad
+                or parameter.data_ptr() != address
+                or parameter.dtype is not dtype
+                or parameter.shape != shape
+                or parameter.stride() != stride
+            ):
+                return False
+        return True
 
     def versions(self) -> list[list[int]]:
         """The version counters of all parameters, by stage."""
