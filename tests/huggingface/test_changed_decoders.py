@@ -82,9 +82,9 @@ SETTINGS: list[tuple[Any, Any]] = [
 ]
 
 
-def attributes() -> list[Change]:
+def attributes(pairs: list[tuple[Any, Any]]) -> list[Change]:
     changes: list[Change] = []
-    for first, second in SETTINGS:
+    for first, second in pairs:
         changes += [
             lambda model, setting=first: scale(model, setting),
             lambda model, setting=second: scale(model, setting, slice(1, None)),
@@ -176,7 +176,14 @@ def weights() -> list[Change]:
     ]
 
 
-KINDS = {"adapters": adapters, "attributes": attributes, "hooks": hooks, "weights": weights}
+KINDS: dict[str, Callable[[], list[Change]]] = {
+    "adapters": adapters,
+    "hooks": hooks,
+    "weights": weights,
+    "numbers": lambda: attributes(SETTINGS[:2]),
+    "containers": lambda: attributes(SETTINGS[2:5]),
+    "objects": lambda: attributes(SETTINGS[5:]),
+}
 
 
 def generated(model: Any, length: int = 5, **options: Any) -> Any:
