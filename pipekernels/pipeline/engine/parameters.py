@@ -42,7 +42,7 @@ class Layers:
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         every = [list(stage.modules()) for stage in stages]
-        # Of each layer, the dict that it has, and a copy that keeps the parameters and so their ids.
+        # Of each layer, its dict, and a copy that keeps the parameters and so their ids.
         self.parameters = [[(x._parameters, {**x._parameters}) for x in stage] for stage in every]
         self._states = [[_state(layer) for layer in stage] for stage in every]
         # The keys of hooks are never used again.
