@@ -48,11 +48,27 @@ TRANSFORMS: dict[str, Callable[[Function], Any]] = {
 REFUSED = "implement the jvp function|Function with functorch|Batching rule not implemented"
 
 
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "row": RowParallelLinear,
+    "row_split_input": partial(RowParallelLinear, input_is_parallel=False),
+    "column": ColumnParallelLinear,
+    "column_gather_output": partial(ColumnParallelLinear, gather_output=True),
+}
+FUNCTIONS: dict[str, Callable[[Communicator], Function]] = {
+    "micro batches": lambda comm: by_micro_batches,
+    "split": lambda comm: lambda x: split_micro_batches(x, 1)[0],
+    **{
+        kind: lambda comm, make=make: make(2, 3, comm=comm).double()
+        for kind, make in LAYERS.items()
+    },
+}
+
+
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("function", [by_micro_batches, lambda x: split_micro_batches(x, 1)[0]])
-def test_micro_batches_refuse_to_be_transformed(function: Function, name: str) -> None:
-    with pytest.raises(RuntimeError, match=REFUSED):
-        TRANSFORMS[name](function)
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_splits_and_sharded_layers_refuse_to_be_transformed(kind: str, name: str) -> None:
+    with Communicator.threads(1)[0] as comm, pytest.raises(RuntimeError, match=REFUSED):
+        TRANSFORMS[name](FUNCTIONS[kind](comm))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls the operation for each element.
@@ -70,23 +86,6 @@ def test_collectives_refuse_all_transforms_but_vmap(operation: str, name: str) -
             return
         with pytest.raises(RuntimeError, match=message):
             TRANSFORMS[name](function)
-
-
-LAYERS: dict[str, Callable[..., nn.Module]] = {
-    "row": RowParallelLinear,
-    "row_split_input": partial(RowParallelLinear, input_is_parallel=False),
-    "column": ColumnParallelLinear,
-    "column_gather_output": partial(ColumnParallelLinear, gather_output=True),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("kind", LAYERS)
-def test_sharded_layers_refuse_to_be_transformed(kind: str, name: str) -> None:
-    with Communicator.threads(1)[0] as comm:
-        layer = LAYERS[kind](2, 3, comm=comm).double()
-        with pytest.raises(RuntimeError, match=REFUSED):
-            TRANSFORMS[name](layer)
 
 
 def test_copies_to_other_devices_refuse_tangents() -> None:
