@@ -109,15 +109,3 @@ def test_a_wrong_element_is_counted(operation: str, monkeypatch: pytest.MonkeyPa
     assert buffers.wrong(ours) == 0
     result = buffers.own if operation == "reduce_scatter" else buffers.whole
     assert buffers.wrong(lambda: (ours(), result[3:4].add_(1))) == 1
-
-
-def test_gpus_without_peer_access_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) != (2, 0))
-    monkeypatch.setattr(nccl._backend, "require_cuda", lambda device: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(SystemExit, match="no peer access between GPUs 0 and 2: "):
-        nccl.joined("cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SystemExit, match="2 to 8 GPUs, and torch .* sees 1.*--device cpu --quick"):
-        nccl.world(torch.device("cuda"))
