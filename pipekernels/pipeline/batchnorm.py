@@ -99,8 +99,7 @@ class DeferredBatchNorm(BatchNormBase):
 def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Commit every DeferredBatchNorm in ``modules`` after the body, the forward of one mini-batch.
     If the body raises, discard instead."""
-    layers = dict.fromkeys(layer for module in modules for layer in module.modules())
-    norms = [layer for layer in layers if isinstance(layer, DeferredBatchNorm)]
+    norms = {x for m in modules for x in m.modules() if isinstance(x, DeferredBatchNorm)}
     try:
         for norm in norms:
             norm.in_pipe = True
