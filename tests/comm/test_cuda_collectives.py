@@ -64,6 +64,21 @@ def test_symmetric_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
             cuda.symmetric_bytes()
 
 
+def test_where_symmetric_memory_is_full_an_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PIPEKERNELS_SYMMETRIC_BYTES", "4096")
+    pretend_native(monkeypatch)
+    backend = cuda.CudaBackend(SimpleNamespace(core=None), torch.device("cuda:3"))
+    monkeypatch.setattr(backend, "_allocate", lambda *_: None)
+    with pytest.raises(RuntimeError) as raised:
+        backend.empty(torch.Size((3, 1024)), torch.bfloat16)
+    assert str(raised.value) == (
+        "no room for 6144 bytes of symmetric memory on cuda:3; drop symmetric tensors that are no "
+        "longer needed, free device memory, or set PIPEKERNELS_SYMMETRIC_BYTES to more than 4096"
+    )
+
+
 def test_ranks_may_not_meet_on_a_thread_of_autograd() -> None:
     """All ranks of a device share that thread: one would wait for others that run there later."""
     seen = []
@@ -85,15 +100,6 @@ def test_ranks_may_not_meet_on_a_thread_of_autograd() -> None:
     assert seen == [False, True] and cuda._may_meet()
 
 
-def test_an_end_that_is_collected_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = pretend_native(monkeypatch)
-    backend = cuda.CudaBackend(SimpleNamespace(core=None), torch.device("cuda:3"))
-    assert made == [(3, 54)]
-    del backend
-    gc.collect()
-    assert made == [(3, 54), "closed"]
-
-
 def pretend_native(
     monkeypatch: pytest.MonkeyPatch, broken_links: str = "", has_slow_links: bool = False
 ) -> list[Any]:
@@ -107,7 +113,7 @@ def pretend_native(
         return SimpleNamespace(
             parent=parent,
             close=lambda abort: made.append("aborted" if abort else "closed"),
-            check=None, synchronize=None, broken_links=broken_links, has_slow_links=has_slow_links,
+            check=lambda: None, synchronize=None, broken_links=broken_links, has_slow_links=has_slow_links,
         )  # fmt: skip
 
     monkeypatch.setattr(_backend.load(), "CudaCommunicator", native, raising=False)
@@ -157,6 +163,9 @@ def test_device_blocks_arrive(monkeypatch: pytest.MonkeyPatch, split: bool) -> N
     own = comm.split(0) if split else comm
     own._device_backend(torch.device("cuda:0"))
     assert made == [(0, 5)]
+    del comm, own
+    gc.collect()
+    assert made == [(0, 5), "closed"]
 
 
 def test_a_child_is_given_what_its_parent_has_by_then(monkeypatch: pytest.MonkeyPatch) -> None:

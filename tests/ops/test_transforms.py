@@ -48,13 +48,6 @@ TRANSFORMS: dict[str, Callable[[Function], Any]] = {
 REFUSED = "implement the jvp function|Function with functorch|Batching rule not implemented"
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("function", [by_micro_batches, lambda x: split_micro_batches(x, 1)[0]])
-def test_micro_batches_refuse_to_be_transformed(function: Function, name: str) -> None:
-    with pytest.raises(RuntimeError, match=REFUSED):
-        TRANSFORMS[name](function)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls the operation for each element.
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
@@ -72,6 +65,10 @@ def test_collectives_refuse_all_transforms_but_vmap(operation: str, name: str) -
             TRANSFORMS[name](function)
 
 
+FUNCTIONS: dict[str, Function] = {
+    "microbatches": by_micro_batches,
+    "one microbatch": lambda x: split_micro_batches(x, 1)[0],
+}
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "row": RowParallelLinear,
     "row_split_input": partial(RowParallelLinear, input_is_parallel=False),
@@ -81,12 +78,12 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("kind", LAYERS)
-def test_sharded_layers_refuse_to_be_transformed(kind: str, name: str) -> None:
+@pytest.mark.parametrize("kind", FUNCTIONS | LAYERS)
+def test_micro_batches_and_sharded_layers_refuse_to_be_transformed(kind: str, name: str) -> None:
     with Communicator.threads(1)[0] as comm:
-        layer = LAYERS[kind](2, 3, comm=comm).double()
+        layers = {key: layer(2, 3, comm=comm).double() for key, layer in LAYERS.items()}
         with pytest.raises(RuntimeError, match=REFUSED):
-            TRANSFORMS[name](layer)
+            TRANSFORMS[name]((FUNCTIONS | layers)[kind])
 
 
 def test_copies_to_other_devices_refuse_tangents() -> None:
