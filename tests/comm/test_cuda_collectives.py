@@ -79,27 +79,6 @@ def test_where_symmetric_memory_is_full_an_error_says_what_to_do(
     )
 
 
-def test_ranks_may_not_meet_on_a_thread_of_autograd() -> None:
-    """All ranks of a device share that thread: one would wait for others that run there later."""
-    seen = []
-
-    class SeeInBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            seen.append(cuda._may_meet())
-            return grad
-
-    x = torch.ones(1, requires_grad=True)
-    SeeInBackward.apply(x).backward()
-    with torch.autograd.set_multithreading_enabled(False):
-        SeeInBackward.apply(x).backward()
-    assert seen == [False, True] and cuda._may_meet()
-
-
 def pretend_native(
     monkeypatch: pytest.MonkeyPatch, broken_links: str = "", has_slow_links: bool = False
 ) -> list[Any]:
@@ -113,7 +92,8 @@ def pretend_native(
         return SimpleNamespace(
             parent=parent,
             close=lambda abort: made.append("aborted" if abort else "closed"),
-            check=lambda: None, synchronize=None, broken_links=broken_links, has_slow_links=has_slow_links,
+            check=lambda: None, synchronize=None,
+            broken_links=broken_links, has_slow_links=has_slow_links,
         )  # fmt: skip
 
     monkeypatch.setattr(_backend.load(), "CudaCommunicator", native, raising=False)
@@ -166,20 +146,6 @@ def test_device_blocks_arrive(monkeypatch: pytest.MonkeyPatch, split: bool) -> N
     del comm, own
     gc.collect()
     assert made == [(0, 5), "closed"]
-
-
-def test_a_child_is_given_what_its_parent_has_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_native(monkeypatch)
-    gpu = torch.device("cuda:0")
-    (comm,) = Communicator.threads(1)
-    before, after = comm.split(0), comm.split(0)
-    assert before is not None and after is not None
-    assert before._device_backend(gpu)._native.parent is None
-    parent = comm._device_backend(gpu)._native
-    assert after._device_backend(gpu)._native.parent is parent
-    del comm, parent
-    gc.collect()  # Children do not keep their parents.
-    assert after._parent is not None and after._parent() is None
 
 
 @on_gpu
