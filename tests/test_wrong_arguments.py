@@ -74,6 +74,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # By a TypeError.
 }
 OTHERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "world size": (lambda: plan_for(LAYERS, 0, {}), ValueError, "world_size is 0"),
+    "word for a plan": (
+        lambda: tensor_parallelize(LAYERS, "all", comm()),
+        ValueError,
+        "must be a mapping or 'auto', got 'all'",
+    ),
     "no torchrun": (Communicator.from_process_group, RuntimeError, "start the program by torchrun"),
     "meta": (
         lambda: Pipe(META, [1, 1], devices=["cpu"] * 2),

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from support import reference
@@ -158,6 +159,9 @@ def test_bad_arguments_raise_before_any_communication() -> None:
     x, scalar = torch.ones(4), torch.ones(())
     comm = Communicator.threads(2)[0]  # Any communication would wait for rank 1.
     reduce, scatter, broadcast = comm.all_reduce, comm.reduce_scatter, comm.broadcast
+    for call in (reduce, scatter, broadcast, comm.all_gather):
+        for value in ([1.0], np.ones(2), None):
+            assert_raises(TypeError, "works on tensors, got .*; pass torch.as_tensor", call, value)
     assert_raises(TypeError, "torch.int8.*convert.*torch.bfloat16", reduce, x.to(torch.int8))
     assert_raises(TypeError, "torch.complex64", scatter, x.to(torch.complex64))
     assert_raises(ValueError, "op must be one of sum, avg, max, min, got 'mean'", reduce, x, "mean")

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,14 +86,6 @@ def test_close_is_idempotent_and_peers_notice(device: torch.device) -> None:
     run_threads(3, on_rank)
 
 
-def test_the_first_use_after_close_raises(device: torch.device) -> None:
-    (comm,) = Communicator.threads(1)
-    comm.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        comm.all_reduce(torch.ones(1, device=device))
-    assert_raises(RuntimeError, "closed", comm.empty, 3, device=device)
-
-
 def test_an_exception_in_a_with_block_reaches_the_peers(device: torch.device) -> None:
     @own_stream(device)
     def on_rank(comm: Communicator) -> None:
@@ -164,29 +155,17 @@ def refusal(problem: Exception) -> Callable[..., int]:
     return refuse
 
 
-@pytest.mark.parametrize("problem", [OSError("no more descriptors"), OverflowError("a bug")])
-@on_ranks(2)
-def test_a_join_that_fails_on_one_rank_fails_on_all(comm: Communicator, problem: Exception) -> None:
-    if comm.rank == 1:
-        _backend.load().open_pidfd = refusal(problem)
-    what = f"{type(problem).__name__}: {problem}"
-    assert fail_to_join() == f"the ranks cannot be joined: rank 1: {what}"
-
-
 @on_ranks(3)
-def test_no_rank_waits_for_memory_that_cannot_be_allocated(comm: Communicator) -> None:
-    if comm.rank == 0:
+def test_a_join_that_fails_on_one_rank_fails_on_all(comm: Communicator) -> None:
+    for problem in (OSError("no more descriptors"), OverflowError("a bug")):
+        if comm.rank == 1:
+            _backend.load().open_pidfd = refusal(problem)
+        what = f"{type(problem).__name__}: {problem}"
+        assert fail_to_join() == f"the ranks cannot be joined: rank 1: {what}"
+    if comm.rank == 0:  # No rank waits for memory that cannot be allocated.
         bootstrap._hand_out = refusal(OSError("no memory"))
     message = fail_to_join()
     assert "rank 0: OSError: no memory" in message and "TimeoutError" not in message
-
-
-def test_arguments_that_are_not_tensors() -> None:
-    (comm,) = Communicator.threads(1)
-    for collective in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.broadcast):
-        for value in ([1.0], np.ones(2), None):
-            with pytest.raises(TypeError, match="works on tensors, got .*; pass torch.as_tensor"):
-                collective(value)
 
 
 def test_bad_arguments() -> None:
@@ -203,8 +182,8 @@ def test_bad_arguments() -> None:
 
 
 @on_ranks(2)
-def test_a_forked_child_can_neither_use_nor_disturb_the_communicator(
-    comm: Communicator, device: torch.device
+def test_a_forked_child_cannot_use_the_communicator_but_make_its_own(
+    comm: Communicator, tmp_path: Path, device: torch.device
 ) -> None:
     tensor = comm.empty(3, device=device).fill_(5)
     pid = os.fork()
@@ -217,8 +196,14 @@ def test_a_forked_child_can_neither_use_nor_disturb_the_communicator(
             except RuntimeError as error:  # For CUDA tensors torch itself may raise.
                 refused += "forked" in str(error)
         comm.close()
-        os._exit(refused)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+        try:
+            store = dist.FileStore(str(tmp_path / "store"), 2)
+            with Communicator.from_store(store, comm.rank, 2, timeout=TIMEOUT) as own:
+                refused += own.all_reduce(torch.ones(1)).item() == 2
+        finally:
+            os._exit(refused)
+    assert comm.all_reduce(torch.ones(1)).item() == 2
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
     assert comm.all_reduce(tensor).tolist() == [5.0 * comm.world_size] * 3
 
 

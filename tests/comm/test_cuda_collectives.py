@@ -64,34 +64,19 @@ def test_symmetric_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
             cuda.symmetric_bytes()
 
 
-def test_ranks_may_not_meet_on_a_thread_of_autograd() -> None:
-    """All ranks of a device share that thread: one would wait for others that run there later."""
-    seen = []
-
-    class SeeInBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            seen.append(cuda._may_meet())
-            return grad
-
-    x = torch.ones(1, requires_grad=True)
-    SeeInBackward.apply(x).backward()
-    with torch.autograd.set_multithreading_enabled(False):
-        SeeInBackward.apply(x).backward()
-    assert seen == [False, True] and cuda._may_meet()
-
-
-def test_an_end_that_is_collected_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = pretend_native(monkeypatch)
+def test_where_symmetric_memory_is_full_an_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PIPEKERNELS_SYMMETRIC_BYTES", "4096")
+    pretend_native(monkeypatch)
     backend = cuda.CudaBackend(SimpleNamespace(core=None), torch.device("cuda:3"))
-    assert made == [(3, 54)]
-    del backend
-    gc.collect()
-    assert made == [(3, 54), "closed"]
+    monkeypatch.setattr(backend, "_allocate", lambda *_: None)
+    with pytest.raises(RuntimeError) as raised:
+        backend.empty(torch.Size((3, 1024)), torch.bfloat16)
+    assert str(raised.value) == (
+        "no room for 6144 bytes of symmetric memory on cuda:3; drop symmetric tensors that are no "
+        "longer needed, free device memory, or set PIPEKERNELS_SYMMETRIC_BYTES to more than 4096"
+    )
 
 
 def pretend_native(
@@ -107,7 +92,8 @@ def pretend_native(
         return SimpleNamespace(
             parent=parent,
             close=lambda abort: made.append("aborted" if abort else "closed"),
-            check=None, synchronize=None, broken_links=broken_links, has_slow_links=has_slow_links,
+            check=lambda: None, synchronize=None,
+            broken_links=broken_links, has_slow_links=has_slow_links,
         )  # fmt: skip
 
     monkeypatch.setattr(_backend.load(), "CudaCommunicator", native, raising=False)
@@ -157,20 +143,9 @@ def test_device_blocks_arrive(monkeypatch: pytest.MonkeyPatch, split: bool) -> N
     own = comm.split(0) if split else comm
     own._device_backend(torch.device("cuda:0"))
     assert made == [(0, 5)]
-
-
-def test_a_child_is_given_what_its_parent_has_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_native(monkeypatch)
-    gpu = torch.device("cuda:0")
-    (comm,) = Communicator.threads(1)
-    before, after = comm.split(0), comm.split(0)
-    assert before is not None and after is not None
-    assert before._device_backend(gpu)._native.parent is None
-    parent = comm._device_backend(gpu)._native
-    assert after._device_backend(gpu)._native.parent is parent
-    del comm, parent
-    gc.collect()  # Children do not keep their parents.
-    assert after._parent is not None and after._parent() is None
+    del comm, own
+    gc.collect()
+    assert made == [(0, 5), "closed"]
 
 
 @on_gpu

@@ -276,9 +276,3 @@ def test_errors_state_value_limit_and_remedy() -> None:
     assert_raises(ValueError, held, tp.gather_from_ranks, torch.ones(4), first, 6)
     moved = r"is on cpu, but the input on meta; move it with \.to"
     assert_raises(ValueError, moved, comm.output, (3,), meta)
-
-
-def test_the_handle_of_a_collected_communicator_is_named() -> None:
-    handle = Communicator.threads(1)[0].handle
-    with pytest.raises(RuntimeError, match=f"no communicator has handle {handle}.*keep"):
-        Communicator.from_handle(handle)

@@ -4,13 +4,11 @@ import functools
 import os
 import resource
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import TIMEOUT
 from support.ranks import (
     leakable_resources,
     on,
@@ -151,25 +149,6 @@ def test_start_methods_when_the_parent_has_a_communicator(
     expected = [(rank, os.getpid()) for rank in range(2)]
     assert run_processes(2, on(device, rank_and_parent, device), start_method=method) == expected
     assert own.all_reduce(x).tolist() == [1.0] * 3
-
-
-@on_ranks(2)
-def test_forked_children_of_ranks_make_a_new_communicator(
-    comm: Communicator, tmp_path: Path
-) -> None:
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            comm.close()
-            store = dist.FileStore(str(tmp_path / "store"), 2)
-            with Communicator.from_store(store, comm.rank, 2, timeout=TIMEOUT) as own:
-                status = 0 if own.all_reduce(torch.ones(1)).item() == 2 else 2
-        finally:
-            os._exit(status)
-    assert comm.all_reduce(torch.ones(1)).item() == 2
-    assert os.waitpid(pid, 0)[1] == 0
-    assert comm.all_reduce(torch.ones(1)).item() == 2
 
 
 @pytest.mark.slow

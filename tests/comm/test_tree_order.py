@@ -45,20 +45,6 @@ def test_sums_do_not_depend_on_the_number_of_ranks(algorithm: str, device: torch
     assert not all(x.equal(first) for x in others)
 
 
-@on_ranks(5, run_threads)
-def test_maxima_and_integers_are_the_same_in_both_orders(comm: Communicator) -> None:
-    for op in ("max", "min"):
-        x = torch.tensor([float(comm.rank), float("nan")])
-        x = comm.all_reduce(x, op, order="tree" if comm.rank else "rank")
-        assert x[0] == (4 if op == "max" else 0) and x[1].isnan()
-    for algorithm in ALGORITHMS:
-        x = torch.full((100,), 2**62 + comm.rank)
-        comm.all_reduce(x, algorithm=algorithm, order="tree")
-        assert x.eq(2**62 + 10).all()
-    with pytest.raises(ValueError, match="average of int64"):
-        comm.all_reduce(x, "avg", order="tree")
-
-
 @on_ranks(TERMS, run_threads)
 def test_gradients_are_summed_in_the_same_order(comm: Communicator, device: torch.device) -> None:
     inputs = [x.to(device) for x in terms(torch.float32)]

@@ -18,7 +18,6 @@ from pipekernels import Communicator, tensor_parallelize
 from pipekernels.tensor_parallel import (
     add_adapters,
     full_state_dict,
-    plan_for,
     tensor_unparallelize,
 )
 from pipekernels.tensor_parallel.sharded import sharded_layers
@@ -156,14 +155,6 @@ def test_adapters_that_come_after_sharding(
     assert "update_layer" not in {
         key for m in tensor_unparallelize(sharded).modules() for key in vars(m)
     }
-
-
-def test_the_plan_shows_the_parts() -> None:
-    kinds = {layer.name: layer.kind for layer in plan_for(adapted("Llama"), 2).layers}
-    prefix = "model.layers.*.self_attn"
-    assert kinds[f"{prefix}.q_proj.base_layer"] == kinds[f"{prefix}.q_proj.lora_B.default"]
-    assert kinds[f"{prefix}.o_proj.lora_A.default"] == "row"
-    assert f"{prefix}.o_proj.lora_B.default" not in kinds
 
 
 # Of LoRA, around layers of every kind: how many layers are sharded in a model whose head is tied to

@@ -1,7 +1,6 @@
 """``generate`` with compiled decoder layers."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,46 +68,6 @@ def test_layers_share_a_program_that_serves_texts_of_all_lengths(counter: Compil
     for batch in 3, 4, 7:
         model.generate(tokens(batch, 5), **GREEDY)
     assert counter.frame_count == 2
-
-
-def test_guards_of_a_layer_run_once_per_prompt(
-    counter: CompileCounter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = model_of("Llama").eval()
-    model.get_output_embeddings = lambda: None  # As of a head by an unknown name.
-    compile_decoding(model, max_length=64)
-    calls: list[None] = []
-    find = decoding._Programs.find
-
-    def counted(*args: Any) -> Any:
-        calls.append(None)
-        return find(*args)
-
-    monkeypatch.setattr(decoding._Programs, "find", counted)
-    model.generate(tokens(2, 5), **GREEDY)
-    for _ in range(3):
-        calls.clear()
-        model.generate(tokens(2, 5), **GREEDY)
-        assert len(calls) == len(model.model.layers)
-
-
-def test_changes_between_prompts_are_seen(counter: CompileCounter) -> None:
-    plain: Any = model_of("Llama").eval()
-    model: Any = compile_decoding(copy.deepcopy(plain), max_length=64)
-    changes: list[Callable[[Any], Any]] = [
-        lambda model: model.model.layers[0].self_attn.k_proj.weight.mul_(-2),
-        lambda model: model.model.layers[1].register_forward_hook(lambda *_: None),
-        lambda model: model.load_state_dict(
-            {name: value * 2 for name, value in model.state_dict().items()}, assign=True
-        ),
-        lambda model: model.double(),
-    ]
-    for change in changes:
-        with torch.no_grad():
-            change(plain)
-            change(model)
-        expected = plain.generate(tokens(2, 5), **GREEDY)
-        assert torch.equal(model.generate(tokens(2, 5), **GREEDY), expected)
 
 
 def test_weights_that_were_moved_are_saved(counter: CompileCounter, tmp_path: Path) -> None:
@@ -184,16 +143,6 @@ def test_what_is_no_step_of_decoding_runs_as_before(counter: CompileCounter) -> 
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(own.grad, other.grad)
     assert counter.frame_count == 0
-
-
-def test_a_copy_decodes_with_its_own_weights(counter: CompileCounter) -> None:
-    model = compile_decoding(model_of("Llama").eval(), max_length=64)
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    expected = model_of("Llama").eval().generate(tokens(2, 5), **GREEDY)
-    assert torch.equal(copied.generate(tokens(2, 5), **GREEDY), expected)
 
 
 @pytest.mark.parametrize("int8", [False, True])

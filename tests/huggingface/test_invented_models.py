@@ -52,6 +52,7 @@ class InventedConfig(transformers.PretrainedConfig):
         defaults = {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2}
         defaults |= {"num_attention_heads": 4, "vocab_size": 61, "when": "never", "where": "mlp"}
         defaults |= {"odd": "softmax", "plain": "tanh", "number": 2, "gated": False, "views": True}
+        defaults |= {"experts": 0}
         super().__init__(**defaults | fields)
 
 
@@ -108,6 +109,25 @@ class OddMlp(Mlp):
         return self.odd(super().functions(x))
 
 
+class Mixture(nn.Module):
+    """Experts that are modules of linear layers, two of which each token takes."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(config.hidden_size, config.experts, bias=False)
+        self.experts = nn.ModuleList(Mlp(config, index) for _ in range(config.experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(2)
+        y = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, place = (chosen == number).nonzero(as_tuple=True)
+            if len(token):
+                y = y.index_add(0, token, expert(flat[token]) * weights[token, place, None])
+        return y.view_as(x)
+
+
 class Attention(Part):
     def __init__(self, config: Any, index: int) -> None:
         super().__init__(config, index, "attention")
@@ -127,6 +147,7 @@ class Layer(nn.Module):
         super().__init__()
         is_last = index == config.num_hidden_layers - 1
         kind = OddMlp if config.when == "kind" and config.where == "mlp" and is_last else Mlp
+        kind = Mixture if config.experts else kind
         self.attention, self.mlp = Attention(config, index), kind(config, index)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -244,3 +265,13 @@ def test_a_model_that_was_changed_is_refused_by_name() -> None:
 def test_groups_that_a_share_would_cut_are_not_cut(size: int, odd: str, when: str) -> None:
     config = InventedConfig(intermediate_size=size, num_hidden_layers=3, when=when, odd=odd)
     assert is_sharded_rightly(Invented(config).double(), 2) == (odd == "pieces of 16")
+
+
+@pytest.mark.parametrize("ranks", in_gate([2], [2, 4]))
+def test_each_rank_holds_a_slice_of_every_expert(ranks: int) -> None:
+    torch.manual_seed(0)
+    model = Invented(InventedConfig(intermediate_size=96, gated=True, experts=8)).double()
+    rows = {(layer.name, layer.kind, layer.count) for layer in plan_for(model, ranks).layers}
+    assert ("layers.*.mlp.experts.*.down", "row", 16) in rows
+    assert not any("router" in name for name, *_ in rows)
+    assert is_sharded_rightly(model, ranks)

@@ -12,7 +12,6 @@ from support.levels import in_gate
 from support.models import (
     DECODERS,
     ENCODERS,
-    GROUPED,
     KINDS_OF_DECODERS,
     SPECIAL,
     inputs_of,
@@ -20,10 +19,9 @@ from support.models import (
     run_sharded,
     tokens,
 )
-from support.ranks import run_threads
 from torch import Tensor, nn
 
-from pipekernels import Communicator, tensor_parallelize
+from pipekernels import Communicator
 from pipekernels.tensor_parallel import full_state_dict
 
 transformers = pytest.importorskip("transformers")
@@ -109,27 +107,3 @@ def test_norms_between_the_layers_are_not_forgotten() -> None:
     for gradients in found:
         for key, gradient in gradients.items():
             assert_close([gradient], [plain.get_parameter(key).grad])
-
-
-@pytest.mark.parametrize(
-    ("config", "world_size", "message"),
-    [
-        (transformers.CodeGenConfig(n_embd=64, n_layer=1, n_head=4), 2, "carries no plan"),
-        (transformers.GPT2Config(n_embd=30, n_layer=1, n_head=3), 4, "has 3 heads .*which 4 ranks"),
-        (transformers.LlamaConfig(**GROUPED), 5, "has 4 heads .*which 5 ranks"),
-    ],
-    ids=["no plan", "few heads", "few groups"],
-)
-def test_what_cannot_be_sharded_says_so_and_is_unchanged(
-    config: object, world_size: int, message: str
-) -> None:
-    def body(comm: Communicator) -> None:
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        before = dict(model.named_modules())
-        with pytest.raises(ValueError, match=message):
-            tensor_parallelize(model, "auto", comm)
-        assert dict(model.named_modules()) == before
-        with pytest.raises(ValueError, match="must be a mapping or 'auto', got 'all'"):
-            tensor_parallelize(model, "all", comm)
-
-    run_threads(world_size, body)

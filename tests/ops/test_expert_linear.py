@@ -50,15 +50,6 @@ def test_values_and_gradients(counts: tuple[int, ...], is_biased: bool, transpos
         assert ((value.double() - right).abs() <= limit).all()
 
 
-@has_grouped_mm
-def test_operands_that_it_does_not_take() -> None:
-    x, weight = torch.ones(4, 16).bfloat16(), torch.ones(3, 8, 16).bfloat16()
-    assert takes_groups(x, weight)
-    assert not takes_groups(x.float(), weight.float()) and not takes_groups(x.half(), weight.half())
-    assert not takes_groups(x[:0], weight)
-    assert not takes_groups(x, weight[:, :7]) and not takes_groups(x[:, :9], weight[..., :9])
-
-
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_operator_of_compiled_programs(int8: bool, transposed: bool) -> None:

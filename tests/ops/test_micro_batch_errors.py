@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.checks import assert_raises
 from torch import Tensor, nn
 
 from pipekernels.ops import concat_micro_batches, split_micro_batches
@@ -40,20 +41,6 @@ CONCAT_ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("tensors", "chunks", "dim", "error", "message"), SPLIT_ERRORS)
-def test_split_errors(
-    tensors: Any, chunks: Any, dim: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        split_micro_batches(tensors, chunks, dim)
-
-
-@pytest.mark.parametrize(("parts", "dim", "error", "message"), CONCAT_ERRORS)
-def test_concat_errors(parts: Any, dim: int, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        concat_micro_batches(parts, dim)
-
-
 CAST_ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
     (X, torch.int32, ValueError, "cannot cast float32 to int32; both must be float64, float32,"),
     (X, "float16", TypeError, "must be torch.dtype, not str"),
@@ -61,12 +48,14 @@ CAST_ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("tensor", "dtype", "error", "message"), CAST_ERRORS)
-def test_cast_errors(tensor: Tensor, dtype: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        split_micro_batches(tensor, 2, dtype=dtype)
-    with pytest.raises(error, match=re.escape(message)):
-        concat_micro_batches([tensor], dtype=dtype)
+def test_errors() -> None:
+    for tensors, chunks, dim, error, message in SPLIT_ERRORS:
+        assert_raises(error, re.escape(message), split_micro_batches, tensors, chunks, dim)
+    for parts, dim, error, message in CONCAT_ERRORS:
+        assert_raises(error, re.escape(message), concat_micro_batches, parts, dim)
+    for x, dtype, error, message in CAST_ERRORS:
+        assert_raises(error, re.escape(message), split_micro_batches, x, 2, dtype=dtype)
+        assert_raises(error, re.escape(message), concat_micro_batches, [x], dtype=dtype)
 
 
 def test_unaligned_elements_cannot_be_cast() -> None:

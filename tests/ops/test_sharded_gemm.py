@@ -204,6 +204,9 @@ def test_triton_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, capability=(8, 0))
     assert_raises(RuntimeError, "needs compute capability 8.9", choice, "triton", FLOAT8)
     pretend_gpu(monkeypatch)
+    a = torch.empty(64, 64).to(FLOAT8)
+    assert choose(a, a[:60], torch.empty(64, 60)) is not None  # The library does not support it.
+    assert choose(a, a, torch.empty(64, 64, dtype=torch.bfloat16)) is None
     monkeypatch.setattr(gemm_choice, "has_triton", lambda: False)
     with pytest.raises(ImportError, match=r"3.6 or newer: pip install 'pipekernels\[triton\]'"):
         choice("triton")
@@ -219,15 +222,6 @@ def test_an_old_triton_is_not_used(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: version)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     assert gemm_choice.has_triton.__wrapped__() == serves
-
-
-def test_auto_takes_triton_for_float8_that_the_library_does_not_support(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pretend_gpu(monkeypatch)
-    a = torch.empty(64, 64).to(FLOAT8)
-    assert choose(a, a[:60], torch.empty(64, 60)) is not None
-    assert choose(a, a, torch.empty(64, 64, dtype=torch.bfloat16)) is None
 
 
 def gpu_products() -> list[tuple[str, str, str]]:

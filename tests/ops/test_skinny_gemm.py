@@ -3,10 +3,9 @@
 import pytest
 import torch
 from support.reference import gamma
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from pipekernels import _backend
 from pipekernels.ops.linear import skinny_linear, skinny_partial
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -77,48 +76,3 @@ def test_rows_do_not_depend_on_threads_or_other_rows(one_thread: None) -> None:
     together = skinny_partial(x, weight, 8)
     assert alone is not None and together is not None
     assert torch.equal(alone, together[2])
-
-
-def test_partial_products_into_a_given_tensor() -> None:
-    x, weight = torch.randn(2, 1, 16).bfloat16(), torch.randn(5, 16).bfloat16()
-    expected = skinny_partial(x, weight, 4)
-    out = torch.zeros(2, 1, 5)
-    version = out._version
-    multiply = _backend.load().skinny_gemm_partial
-    assert multiply(out, x, weight, 4, 1) and out._version > version
-    assert expected is not None and torch.equal(out, expected)
-    for bad in (torch.zeros(2, 5).bfloat16(), torch.zeros(2, 5).double(), torch.zeros(2, 4)):
-        assert not multiply(bad, x, weight, 4, 1)
-        assert not bad.any()
-
-
-@pytest.mark.parametrize("slabs", [0, 3, 32])
-def test_slabs_that_do_not_fit(slabs: int) -> None:
-    with pytest.raises(ValueError, match=f"power of two that divides .* 16, got {slabs}"):
-        skinny_partial(torch.randn(1, 16), torch.randn(3, 16), slabs)
-
-
-def test_where_the_kernel_does_not_apply() -> None:
-    x, weight, bias = torch.randn(2, 8), torch.randn(3, 8), torch.randn(3)
-    trained = nn.Parameter(weight)
-    for case in [
-        (torch.randn(5, 8), weight, None),
-        (torch.randn(0, 8), weight, None),
-        (x, torch.randn(8, 3).t(), None),
-        (torch.randn(8, 2).t(), weight, None),
-        (x, weight.double(), None),
-        (x, weight, bias.double()),
-        (x.to(torch.int64), weight.to(torch.int64), None),
-        (torch.randn(2, 7), weight, None),
-        (x, weight, torch.randn(4)),
-        (x, trained, None),
-        (x.to("meta"), weight.to("meta"), None),
-    ]:
-        assert skinny_linear(*case) is None, [t.shape for t in case if t is not None]
-        if case[2] is None:
-            assert skinny_partial(*case[:2], 1) is None
-    with torch.autocast("cpu"):
-        assert skinny_linear(x, weight, bias) is None
-    with torch.no_grad():
-        y = skinny_linear(x, trained, bias)
-    torch.testing.assert_close(y, functional.linear(x, weight, bias))

@@ -18,28 +18,6 @@ def test_the_kernel_in_the_interpreter(level: str) -> None:
     run_interpreted("interpreted_slabs.py", level)
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
-def test_where_triton_computes_it(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def precision(dtype: torch.dtype, is_cuda: bool = True) -> str | None:
-        a = SimpleNamespace(dtype=dtype, is_cuda=is_cuda, device=None)
-        return module._precision_on_gpu(a)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(module, "gpu_of", lambda device: SimpleNamespace(capability=capability))
-    monkeypatch.setattr(module, "has_triton", lambda: True)
-    new = capability >= (8, 0)
-    assert precision(torch.bfloat16) == ("bfloat16" if new else None)
-    assert precision(torch.float32) == ("float32" if new else None)
-    assert precision(torch.float64) is None and precision(torch.bfloat16, is_cuda=False) is None
-    monkeypatch.setattr(module, "has_triton", lambda: False)
-    assert precision(torch.bfloat16) is None
-
-
-def test_on_cpus_the_library_computes_it() -> None:
-    assert slab_gemm(torch.ones(2, 16), torch.ones(2, 16), slabs=2) is None
-
-
 @pytest.mark.slow  # Imports Triton.
 def test_a_kernel_that_is_not_loaded_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", minversion="3.6")

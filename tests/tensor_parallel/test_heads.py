@@ -6,12 +6,7 @@ from support.ranks import on_ranks, run_threads
 from torch import nn
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear, tensor_parallelize
-from pipekernels.tensor_parallel.functional import gather_from_ranks, shard_spans, shares
-
-
-def test_features_that_are_not_of_heads_are_cut_evenly() -> None:
-    assert shard_spans(7, 3) == [(0, 3), (3, 2), (5, 2)]
-    assert shares(7, 3) == [3, 2, 2]
+from pipekernels.tensor_parallel.functional import gather_from_ranks
 
 
 @on_ranks(3, run_threads)

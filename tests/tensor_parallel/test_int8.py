@@ -11,7 +11,6 @@ from test_experts import HIDDEN, INNER, LAYOUTS, Experts, both, routing
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.ops.expert_linear import skinny_expert_linear
 from pipekernels.ops.int8_linear import (
     floats_of,
     int8_linear,
@@ -238,17 +237,3 @@ def test_weights_that_are_not_finite_are_an_error_on_all_ranks() -> None:
         assert not any(isinstance(layer, Int8Linear) for layer in model)
 
     run_threads(2, body)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_few_rows_go_through_the_kernel(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr("pipekernels.ops.int8_linear.blockwise_into")
-    weight, x, chosen = torch.randn(3, 5, 8), torch.randn(4, 8).to(dtype), torch.zeros(4, 1).long()
-    scale = scale_of(weight)
-    integers = int8_of(weight, scale)
-    with torch.no_grad():
-        y = int8_linear(x, integers[0], scale[0])
-        by_experts = skinny_expert_linear(x, integers, None, chosen, scale)
-    assert by_experts[:, 0].equal(y)

@@ -55,11 +55,12 @@ def test_a_sharded_vocabulary_gives_the_values_and_gradients_of_the_full_one(
     logits = plain(x)
     loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten())
     loss.backward()
+    other = {key: value + 1 for key, value in plain.state_dict().items()}
 
     def body(comm: Communicator) -> None:
-        for head in ("column_gather_output", "column"):
+        for head in ("colwise_gather_output", "column"):
             model = copy.deepcopy(copies[comm.rank])
-            tensor_parallelize(model, {"embed": "embedding", "head": head}, comm)
+            tensor_parallelize(model, {"embed": "embedding_rowwise", "head": head}, comm)
             assert isinstance(model.embed, VocabParallelEmbedding)
             assert (model.embed.weight is model.head.weight) == tied
             found = model(x)
@@ -73,29 +74,13 @@ def test_a_sharded_vocabulary_gives_the_values_and_gradients_of_the_full_one(
             norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
             torch.testing.assert_close(clip_grad_norm_(model, 1e9), norm)
             assert_full_gradients(model, plain)
+            model.load_state_dict(other)
+            model = copy.deepcopy(model)
+            assert tensor_unparallelize(model) is model and str(model) == str(plain)
+            assert (model.embed.weight is model.head.weight) == tied
+            assert_same_state(model.state_dict(), other)
 
     run_threads(world_size, on(device, body))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_full_vocabulary_comes_back(tied: bool) -> None:
-    plain = decoder(tied, CPU)
-    copies = [copy.deepcopy(plain) for _ in range(2)]
-    other = {key: value + 1 for key, value in plain.state_dict().items()}
-
-    def body(comm: Communicator) -> None:
-        plan = {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
-        model = tensor_parallelize(copies[comm.rank], plan, comm)
-        model.load_state_dict(other)
-        model = copy.deepcopy(model)
-        assert (model.embed.weight is model.head.weight) == tied
-        assert tensor_unparallelize(model) is model
-        assert str(model) == str(plain)
-        assert (model.embed.weight is model.head.weight) == tied
-        assert_same_state(model.state_dict(), other)
-        assert model.embed.padding_idx == 7
-
-    run_threads(2, body)
 
 
 @on_ranks(2, run_threads)

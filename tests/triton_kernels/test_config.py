@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipekernels.triton_kernels.config import PRECISIONS, TILES, Config, config_for, generation
+from pipekernels.triton_kernels.config import PRECISIONS, TILES, config_for, generation
 from pipekernels.triton_kernels.layout import layout_of
 
 
@@ -25,16 +25,6 @@ def test_every_product_has_a_configuration(
     assert split_k == 1 or blocks == tiles.few
     share = ceil(ceil(k / blocks.k) / split_k)
     assert share * (split_k - 1) < ceil(k / blocks.k)  # No program's share is empty.
-
-
-def test_the_configuration_suits_the_product() -> None:
-    """Large tiles for many rows; split-K for few tiles with a large k."""
-    large, middle = (config_for(90, "bfloat16", m, 8192, 8192, 132) for m in (8192, 512))
-    assert large.blocks.m * large.blocks.n > middle.blocks.m * middle.blocks.n
-    deep = config_for(90, "bfloat16", 1, 1024, 11008, 132)
-    assert deep.split_k > 1 and deep.blocks.m == 16
-    assert config_for(90, "bfloat16", 1, 32768, 8192, 132) == Config(deep.blocks)
-    assert config_for(90, "bfloat16", 1, 1024, 512, 132) == Config(deep.blocks)
 
 
 def test_generations_of_gpus() -> None:
