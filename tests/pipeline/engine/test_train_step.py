@@ -85,6 +85,7 @@ def test_an_empty_batch(place: torch.device) -> None:
     x, y = torch.empty(0, 5, dtype=torch.float64), torch.empty(0, 3, dtype=torch.float64)
     plain, piped = model(), model()
     F.mse_loss(plain(x), y).backward()
+    assert by_twos(piped)(x).shape == (0, 3)
     assert by_twos(piped).train_step(x, y, F.mse_loss).isnan()
     torch.testing.assert_close(gradients(piped), gradients(plain), rtol=0, atol=0)
 
