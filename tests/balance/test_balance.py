@@ -253,23 +253,35 @@ def test_the_balance_fits_a_pipe(device: torch.device) -> None:
     assert pipe(sample.to(device)).shape == (10, 10)
 
 
-@pytest.mark.parametrize("by", [balance_by_time, balance_by_size])
+BOTH = (balance_by_time, balance_by_size)
+TIME, SIZE = BOTH[:1], BOTH[1:]
+
+
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("functions", "change", "error", "message"),
     [
-        ({"module": nn.Linear(2, 2)}, TypeError, "nn.Sequential, not Linear"),
-        ({"partitions": 0}, ValueError, "partitions is 0"),
-        ({"partitions": 2.0}, ValueError, "partitions is 2.0; it must be an integer of at least 1"),
-        ({"partitions": 3}, ValueError, "2 elements cannot be cut into 3"),
-        ({"sample": "x"}, TypeError, "the sample must be a tensor .* not str"),
-        ({"sample": ()}, TypeError, "in it, not tuple"),
+        (BOTH, {"module": nn.Linear(2, 2)}, TypeError, "nn.Sequential, not Linear"),
+        (BOTH, {"partitions": 0}, ValueError, "partitions is 0"),
+        (BOTH, {"partitions": 2.0}, ValueError, "is 2.0; it must be an integer of at least 1"),
+        (BOTH, {"partitions": 3}, ValueError, "2 elements cannot be cut into 3"),
+        (BOTH, {"sample": "x"}, TypeError, "the sample must be a tensor .* not str"),
+        (BOTH, {"sample": ()}, TypeError, "in it, not tuple"),
+        (TIME, {"timeout": -1}, ValueError, "timeout is -1"),
+        (TIME, {"timeout": float("inf")}, ValueError, "timeout is inf"),
+        (TIME, {"timeout": float("nan")}, ValueError, "timeout is nan"),
+        (SIZE, {"chunks": 0}, ValueError, "chunks is 0; it must be an integer"),
+        (SIZE, {"chunks": 2.5}, ValueError, "chunks is 2.5; it must be an integer"),
+        (SIZE, {"param_scale": -2}, ValueError, "param_scale is -2"),
+        (SIZE, {"sample": (torch.rand(2, 2), torch.rand(3, 2))}, ValueError, "1 has batch size 3"),
     ],
 )
-def test_errors(by: Any, change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors(functions: Any, change: Any, error: type[Exception], message: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    arguments = {"partitions": 2, "module": module, "sample": torch.rand(2, 2), **change}
-    with pytest.raises(error, match=message):
-        by(*arguments.values(), device="cpu")
+    options = {"partitions": 2, "module": module, "sample": torch.rand(2, 2), **change}
+    given = [options.pop(name) for name in ("partitions", "module", "sample")]
+    for by in functions:
+        with pytest.raises(error, match=message):
+            by(*given, **options, device="cpu")
 
 
 def test_layers_with_collectives_are_not_timed() -> None:
@@ -281,17 +293,3 @@ def test_layers_with_collectives_are_not_timed() -> None:
         with pytest.raises(ValueError, match=r"'1.0', a RowParallelLinear, .* measure first"):
             balance_by_time(2, module, sample, device="cpu")
         assert balance_by_size(2, module, sample, device="cpu") == [1, 1]
-
-
-def test_errors_of_one_function_only() -> None:
-    module, sample = nn.Sequential(nn.Linear(2, 2)), torch.rand(2, 2)
-    for timeout in (-1, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=f"timeout is {timeout}"):
-            balance_by_time(1, module, sample, timeout=timeout, device="cpu")
-    for chunks in (0, 2.5):
-        with pytest.raises(ValueError, match=f"chunks is {chunks}; it must be an integer"):
-            balance_by_size(1, module, sample, chunks=chunks, device="cpu")
-    with pytest.raises(ValueError, match="param_scale is -2"):
-        balance_by_size(1, module, sample, param_scale=-2, device="cpu")
-    with pytest.raises(ValueError, match="sample tensor 1 has batch size 3 and sample tensor 0"):
-        balance_by_size(1, module, (sample, torch.rand(3, 2)), device="cpu")

@@ -1,4 +1,4 @@
-"""Benchmarks of GPUs, on the CPU with tiny sizes, and with Gloo in NCCL's place on CPU ranks."""
+"""Benchmarks of GPUs on the CPU, with Gloo in NCCL's place; test_bench.py runs every program."""
 
 import json
 import os
@@ -12,11 +12,10 @@ import torch
 from support.programs import python
 
 from bench import __main__ as bench
-from bench import registry, timing
+from bench import registry
 from bench.gpu import nccl, sanitized
 from bench.gpu.ranks import OURS, Buffers, Ranks
 from bench.harness import Options, Turns
-from bench.report import pages
 from pipekernels import Communicator
 
 pytestmark = [pytest.mark.full, pytest.mark.project]
@@ -24,43 +23,9 @@ pytestmark = [pytest.mark.full, pytest.mark.project]
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", [name for name in registry.GPU if name != "nccl"])
-def test_every_program_runs_and_its_table_is_made(name: str) -> None:
-    module = registry.find(name)
-    options = Options(quick=True, seconds=60.0)
-    rows = [row for found in bench.measured(name, options, print) for row in found]
-    assert rows and not any("error" in row or row.get("wrong") for row in rows)
-    machine = {"gpu": "Some GPU", "cpu": "Some CPU", "cores": 16, "torch": "2.11.0"}
-    record = {"name": name, "date": "today", "commit": "0", "machine": machine}
-    record |= {"conditions": module.CONDITIONS, "rows": rows}
-    page = pages.render([json.loads(json.dumps(record))])
-    assert ("|" in page or name == "gpu.soak") and "Failed" not in page
-
-
 @pytest.mark.parametrize("part", sanitized.PARTS)
 def test_programs_for_the_sanitizer_are_correct(part: str, device: torch.device) -> None:
     sanitized.PARTS[part](device)
-
-
-@pytest.mark.parametrize(("needed", "tries"), [(1, 1), (timing.HEAD_START * 4, 2)])
-def test_device_time_is_measured_again_until_launches_were_ahead(
-    needed: int, tries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The device must sleep ``needed`` cycles for all launches to be queued in the meantime."""
-    slept: list[int] = []
-    nothing = lambda *_: None
-    event = SimpleNamespace(
-        record=nothing, synchronize=nothing, query=lambda: slept[-1] < needed,
-        elapsed_time=lambda end: 6.0,
-    )  # fmt: skip
-    device = SimpleNamespace(
-        Event=lambda enable_timing: event, _sleep=slept.append, synchronize=nothing
-    )
-    monkeypatch.setattr(timing.torch, "cuda", device)
-    calls: list[int] = []
-    seconds = timing.device_seconds(lambda: calls.append(1), torch.device("cuda"), 3)
-    assert seconds == pytest.approx(2e-3)
-    assert len(calls) == 3 * tries and len(slept) == tries
 
 
 def test_rows_are_kept_case_by_case_as_far_as_there_is_time(

@@ -67,12 +67,6 @@ def test_a_run_of_pytest_has_the_outcomes_of_its_tests(status: str, ended: str, 
     assert check.tested(Outcome("x", status, output=output), must_run=True).status == found
 
 
-def test_the_first_files_are_there_and_pytest_takes_the_options() -> None:
-    assert {*check.FIRST} <= {*check.cuda_files()}
-    command = check.pytest_command(9, 1, ["--collect-only", "-m", "cuda", *check.FIRST[1:2]])
-    assert run_step("it", command, {}, time.monotonic() + TIMEOUT).status == "passed"
-
-
 @pytest.mark.parametrize("failing", [None, "gpu.pipe", "extension", "build", "memcheck"])
 def test_a_failing_question_is_reported_and_stops_no_other(
     failing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -29,15 +29,6 @@ class Leaves(nn.Linear):
         return y
 
 
-class Returns(nn.Linear):
-    """Adds its auxiliary loss to the one that it is given."""
-
-    def forward(self, value: Any) -> Any:
-        x, aux = value if isinstance(value, tuple) else (value, 0.0)
-        y = super().forward(x).tanh()
-        return y, aux + y.square().mean()
-
-
 def make(kind: type[nn.Linear], **options: Any) -> Pipe:
     torch.manual_seed(0)
     return pipe_of(*(kind(4, 4).double() for _ in range(3)), chunks=CHUNKS, **options)
@@ -78,13 +69,6 @@ def test_an_attribute_in_a_step_is_refused(execution: str, schedule: str, stage:
     with pytest.raises(RuntimeError, match="left in an attribute"):
         pipe.train_step(rows(), rows(), loss, schedule=schedule)
     pipe.train_step(rows(), rows(), functional.mse_loss, schedule=schedule)
-
-
-def test_a_scalar_of_one_micro_batch_is_itself() -> None:
-    pipe = make(Returns)
-    pipe.chunks = 1
-    _, aux = pipe(rows())
-    assert aux.equal(pipe.to_sequential()(rows())[1])
 
 
 def test_scalars_of_integers_and_extras_without_a_tensor_are_refused() -> None:
@@ -129,23 +113,17 @@ class OneOfTwo(nn.Module):
         return value[0] * value[1]
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_a_step_takes_what_the_forward_takes(named: bool) -> None:
+def test_a_step_takes_named_arguments_and_a_tuple_as_one() -> None:
     torch.manual_seed(0)
     pipe = pipe_of(Several(4, 4).double(), nn.Linear(4, 4).double(), chunks=3)
     mask = torch.linspace(0, 1, ROWS, dtype=torch.float64).view(ROWS, 1)
-    value: Any = {"x": rows(), "mask": mask, "scale": 2.0} if named else (rows(), mask)
+    value = {"x": rows(), "mask": mask, "scale": 2.0}
     loss = pipe.train_step(value, rows(), functional.mse_loss)
-    output = pipe(**value) if named else pipe(*value)
-    torch.testing.assert_close(loss, functional.mse_loss(output, rows()).detach())
-
-
-def test_a_step_of_a_layer_with_one_argument() -> None:
-    pipe = pipe_of(OneOfTwo(), nn.Linear(4, 4))
-    x = torch.ones(4, 4)
-    pipe.train_step((x, x), x, functional.mse_loss)
+    torch.testing.assert_close(loss, functional.mse_loss(pipe(**value), rows()).detach())
+    pipe = pipe_of(OneOfTwo(), nn.Linear(4, 4).double())
+    pipe.train_step((rows(), rows()), rows(), functional.mse_loss)
     with pytest.raises(KeyError):
-        pipe.train_step({"x": x, "scale": NoChunk(x)}, x, functional.mse_loss)
+        pipe.train_step({"x": rows(), "scale": NoChunk(rows())}, rows(), functional.mse_loss)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,20 +125,6 @@ def test_an_entry_of_a_list_or_dict_is_for_each_of_its_modules() -> None:
     assert devices_of(model)["blocks.1.0.weight"] == "cpu"
 
 
-def test_a_list_as_the_root() -> None:
-    modules = parallelize_module(nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]), "meta")
-    assert [module(torch.ones(1, 2)).device for module in modules] == [META, META]
-    unparallelize_module(modules)
-    assert modules[1](torch.ones(1, 2)).device == CPU
-
-
-def test_a_module_held_twice_moves_its_arguments_once() -> None:
-    block = nn.Linear(4, 4)
-    model = nn.Sequential(nn.ModuleList([block, block]), block)
-    parallelize_pipeline(model, {"": "cpu", "0": "cpu", "1": "cpu"})
-    assert len(block._forward_pre_hooks) == len(block._forward_hooks) == 1
-
-
 def test_equals_the_unwrapped_model(device: torch.device) -> None:
     """If there is a GPU, half of the model is on it."""
     reference = Model().double()

@@ -89,10 +89,3 @@ def test_unsplit_tensors_move_too() -> None:
     marked = NoChunk(torch.ones(2))
     assert move_to_device(marked, "meta").tensor.device == META
     assert move_to_device([marked], "cpu")[0] is marked
-
-
-def test_move_to_device_is_differentiable(device: torch.device) -> None:
-    x = torch.ones(3, requires_grad=True)
-    (y,) = move_to_device((x * 2,), device)
-    y.sum().backward()
-    assert torch.equal(x.grad, torch.full((3,), 2.0))

@@ -16,6 +16,7 @@ from pipekernels.pipeline.timeline import Event, Phase, Timeline
 
 def test_bubble_is_the_idle_share() -> None:
     timeline = Timeline()
+    assert timeline.bubble == 0
     events = [
         Event(Action("F", 0, 0), 10, 11), Event(Action("F", 0, 1), 11, 12),
         Event(Action("F", 1, 0), 11, 12), Event(Action("F", 1, 1), 12, 13),
@@ -23,10 +24,6 @@ def test_bubble_is_the_idle_share() -> None:
     timeline.phases.append(Phase(gpipe(2, 2).forwards, events))
     assert timeline.phases[0].makespan == 3
     assert timeline.bubble == pytest.approx(1 - 4 / 6)
-
-
-def test_an_empty_timeline() -> None:
-    assert Timeline().bubble == 0
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

@@ -84,18 +84,6 @@ def test_micro_batches_with_outputs_of_different_structure(place: torch.device) 
         pipe(torch.tensor([[0.0], [1.0]]))
 
 
-def test_one_micro_batch_returns_lists_of_other_values_too() -> None:
-    pipe = pipe_of(FunctionLayer(lambda x: (x, "name", None)), chunks=1)
-    assert pipe(torch.zeros(2, 2))[1:] == (["name"], None)
-
-
-def test_the_state_of_an_lstm_is_not_joined_along_its_layers() -> None:
-    lstm, x = nn.LSTM(8, 32, batch_first=True), torch.randn(16, 5, 8)
-    with pytest.raises(ValueError, match=r"\(1, 4, 32\) for microbatch 0, of 4 rows"):
-        pipe_of(lstm, chunks=4)(x)
-    torch.testing.assert_close(pipe_of(lstm, chunks=1)(x), lstm(x), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("batch", [8, 7])
 def test_a_multiple_of_the_rows_is_joined(batch: int, place: torch.device) -> None:
     x = torch.randn(batch, 3, 2)
@@ -113,9 +101,15 @@ def test_a_multiple_of_the_rows_is_joined(batch: int, place: torch.device) -> No
     ids=["reduced", "filtered", "other features"],
 )
 def test_other_rows_or_features_are_refused(function: Callable[[Any], Any]) -> None:
+    """A single microbatch returns them as they are, and other values too."""
     x = torch.tensor([[1.0, 1.0], [1.0, 1.0], [-1.0, 2.0], [1.0, 2.0]])
     with pytest.raises(ValueError, match="joined along dimension 0"):
         pipe_of(FunctionLayer(function))(x)
+    pipe = pipe_of(FunctionLayer(lambda x: (function(x), x.mean(), "name", None)), chunks=1)
+    output, mean, *others = pipe(x)
+    assert output.equal(function(x)) and mean.equal(x.mean()) and others == [["name"], None]
+    with pytest.raises(ValueError, match=r"\(1, 4, 32\) for microbatch 0, of 4 rows"):
+        pipe_of(nn.LSTM(8, 32, batch_first=True), chunks=4)(torch.randn(16, 5, 8))
 
 
 @pytest.mark.parametrize("kind", ["sparse", "jagged"])
@@ -134,13 +128,8 @@ def test_rows_that_cannot_be_cut(kind: str) -> None:
         pipe.train_step(torch.ones(4, 4), x, lambda y, t: y.sum())
     pipe.chunks = 1
     assert pipe(x).shape[0] == 4
-
-
-def test_packed_sequences_are_not_cut() -> None:
-    packed = pack_sequence([torch.ones(2, 3), torch.ones(2, 3)])
-    pipe = pipe_of(FunctionLayer(lambda packed: pad_packed_sequence(packed, batch_first=True)[0]))
     with pytest.raises(TypeError, match="input has a PackedSequence.*padded tensor"):
-        pipe(packed)
+        pipe_of(nn.Identity())(pack_sequence([torch.ones(2, 3), torch.ones(2, 3)]))
 
 
 class Images(list):

@@ -83,7 +83,8 @@ def test_a_layer_is_named(when: str, checkpoint: str, train: bool, execution: st
         assert error.__notes__[0] in "".join(traceback.format_exception(error))
 
 
-def test_in_a_backward_the_layer_is_named_where_it_is_known(execution: str) -> None:
+@pytest.mark.parametrize("train", [False, True])
+def test_in_a_backward_the_layer_is_named_where_it_is_known(train: bool, execution: str) -> None:
     """Inline, one backward goes through all microbatches."""
     m = "several microbatches" if execution == "inline" else "microbatch 2"
     error = failed(pipe_with(Fails("hook")))
@@ -93,12 +94,7 @@ def test_in_a_backward_the_layer_is_named_where_it_is_known(execution: str) -> N
     error = failed(pipe_with(Fails("backward")))
     stages = "stages 0 to 1" if execution == "inline" else "stage 1"
     assert error.__notes__ == [f"raised in the backward of {stages}, {m} of a pipe"]
-
-
-@pytest.mark.parametrize("train", [False, True])
-def test_backwards_by_micro_batch(train: bool, execution: str) -> None:
     error = failed(pipe_with(Fails("backward"), "always"), train=train)
-    stages = "stages 0 to 1" if execution == "inline" else "stage 1"
     assert error.__notes__ == [f"raised in the backward of {stages}, microbatch 2 of a pipe"]
 
 

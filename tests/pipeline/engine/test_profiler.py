@@ -10,13 +10,6 @@ from support.pipes import on_cpus
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from pipekernels import Pipe
-
-
-def piped(checkpoint: str = "never") -> Pipe:
-    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    return on_cpus(layers, [2, 2], chunks=3, checkpoint=checkpoint)
-
 
 def ranges(run: Callable[[torch.Tensor], Any]) -> Counter[str]:
     """The names of the package's ranges, without ``pipekernels::``."""
@@ -27,21 +20,16 @@ def ranges(run: Callable[[torch.Tensor], Any]) -> Counter[str]:
 
 
 def test_every_action_has_a_range() -> None:
-    pipe, actions = piped(), product("FB", range(2), range(3))
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    pipe = on_cpus(layers, [2, 2], chunks=3, checkpoint="never")
     assert ranges(lambda x: pipe(x).sum().backward()) == {
-        f"{kind} stage {stage}, microbatch {m}": 1 for kind, stage, m in actions
+        f"{kind} stage {stage}, microbatch {m}": 1
+        for kind, stage, m in product("FB", range(2), range(3))
     }
-
-
-def test_recomputations_have_ranges_of_their_own() -> None:
-    pipe = piped("except_last")
+    found = ranges(lambda x: pipe.train_step(x, x, nn.functional.mse_loss, schedule="zb-h1"))
+    assert {"F", "I", "W"} <= {name.partition(" ")[0] for name in found}
+    pipe.checkpoint = "except_last"
     found = ranges(lambda x: pipe(x).sum().backward())
     assert {name for name in found if "recomputation" in name} == {
         f"recomputation stage {stage}, microbatch {m}" for stage, m in product(range(2), range(2))
     }
-
-
-def test_backwards_in_two_parts_have_two_ranges() -> None:
-    pipe = piped()
-    found = ranges(lambda x: pipe.train_step(x, x, nn.functional.mse_loss, schedule="zb-h1"))
-    assert {"F", "I", "W"} <= {name.partition(" ")[0] for name in found}

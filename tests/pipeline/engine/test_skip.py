@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -20,48 +21,18 @@ def popping() -> Pop:
     return Pop(nn.Linear(5, 5))
 
 
-def test_a_skip_does_not_pass_the_stages_in_between() -> None:
-    """They get only the output of the layer before."""
-    seen: list[int] = []
-
-    class Middle(nn.Module):
-        def forward(self, *args):
-            seen.append(len(args))
-            return args[0]
-
-    layers = nn.Sequential(stashing(), Middle(), Pop())
-    pipe = on_cpus(layers, [1, 1, 1], chunks=2, execution="threads")
-    task = pipe._engine.stages.tasks[1]
-    forward = task.forward
-
-    def record_tensors(inputs, *args, **kwargs):
-        seen.append(len(inputs.tensors))
-        return forward(inputs, *args, **kwargs)
-
-    task.forward = record_tensors
-    pipe(torch.randn(4, 5)).sum().backward()
-    assert set(seen) == {1}
-
-
-def test_only_the_skip_gets_a_gradient(place: torch.device) -> None:
-    only = Pop(join=lambda x, skip: skip * 3)
-    pipe = pipe_of(Stash(), nn.Linear(5, 5), only, device=place)
-    assert_equals_plain(pipe, torch.randn(4, 5))
-
-
-def test_a_layer_may_stash_none(place: torch.device) -> None:
-    ask = Pop(join=lambda x, skip: x + (skip is None))
-    pipe = pipe_of(Stash(value=lambda x: None), nn.Identity(), ask, device=place)
-    assert torch.equal(pipe(torch.zeros(2, 2)), torch.ones(2, 2))
-
-
-def test_integers_may_be_stashed(place: torch.device) -> None:
-    index = Stash(value=lambda x: torch.arange(len(x)))
-    use = Pop(join=lambda x, index: 2 * x[index.flip(0)])
-    pipe = pipe_of(index, nn.Identity(), use, device=place, chunks=1)
-    x = torch.arange(3.0).requires_grad_()
-    pipe(x)[0].backward()
-    assert torch.equal(x.grad, torch.tensor([0.0, 0.0, 2.0]))
+@pytest.mark.parametrize(
+    ("value", "join"),
+    [
+        (lambda x: x, lambda x, skip: skip * 3),  # Only the skip gets a gradient.
+        (lambda x: None, lambda x, skip: x + (skip is None)),
+        (lambda x: (x > 0).long(), lambda x, skip: x * skip),
+    ],
+    ids=["alone", "None", "integers"],
+)
+def test_what_may_be_stashed(value: Any, join: Any, place: torch.device) -> None:
+    pipe = pipe_of(Stash(value=value), nn.Linear(5, 5).double(), Pop(join=join), device=place)
+    assert_equals_plain(pipe, torch.randn(4, 5, dtype=torch.float64))
 
 
 def test_layers_keep_their_class_and_state() -> None:

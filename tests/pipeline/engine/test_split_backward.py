@@ -3,16 +3,14 @@
 The bits of their gradients are compared in ``test_equals_the_loop.py`` and ``test_bits.py``.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.function_layer import FunctionLayer
+from support.loops import leaves_of
 from support.pipes import on_cpus
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
-
-from pipekernels.pipeline.engine.split_backward import backward_of_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,29 +27,26 @@ class Double(torch.autograd.Function):
         return 2 * grad
 
 
-def not_splittable() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    layer = nn.Linear(6, 6)
-    return {
-        "used twice": lambda x: layer(layer(x).tanh()),
-        "custom function": lambda x: Double.apply(layer(x)),
-        "custom function above": lambda x: layer(Double.apply(x)),
-        "no parameters": torch.tanh,
-    }
-
-
-@pytest.mark.parametrize("name", not_splittable())
-def test_graphs_that_cannot_be_split_are_unchanged(name: str) -> None:
-    leaf = torch.randn(4, 6).requires_grad_()
-    root = not_splittable()[name](leaf)
-    assert backward_of_inputs([get_gradient_edge(root)], [torch.ones_like(root)], [leaf]) is None
-    assert leaf.grad is None
-
-
-def test_an_output_that_does_not_depend_on_the_inputs() -> None:
-    leaf, bare = torch.randn(4, 6).requires_grad_(), nn.Parameter(torch.rand(6))
-    roots = [nn.Linear(6, 6)(leaf).sum(), bare.exp().sum()]
-    edges = [get_gradient_edge(root) for root in roots]
-    assert backward_of_inputs(edges, [torch.ones(()), torch.ones(())], [leaf]) is None
+def test_graphs_that_cannot_be_split() -> None:
+    """Their bits are those of the other executions."""
+    layer, bare = nn.Linear(6, 6), nn.Parameter(torch.rand(6))
+    for function in (
+        lambda x: Double.apply(layer(x)),
+        lambda x: layer(Double.apply(x)),
+        lambda x: (layer(x), bare.exp().expand(len(x), 6)),  # It does not depend on the input.
+    ):
+        grads = []
+        for execution in ("inline", "split"):
+            torch.manual_seed(0)
+            first = nn.Linear(6, 6)
+            last = FunctionLayer(function)
+            last.layer, last.bare = layer, bare
+            pipe = on_cpus(nn.Sequential(first, last), [1, 1], chunks=2, execution=execution)
+            outputs = pipe(torch.ones(4, 6))
+            sum(y.square().sum() for y in leaves_of(outputs, torch.Tensor)).backward()
+            grads.append([first.weight.grad, layer.weight.grad, bare.grad])
+            layer.weight.grad = bare.grad = None
+        torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["on a tensor", "register_prehook", "register_hook"])
