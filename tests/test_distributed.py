@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from support.levels import in_gate
 from support.programs import python
 from support.ranks import in_group, run_group
 from support.sweeps.collectives import Call, differ_in_group, make_in_group, waited
@@ -26,15 +27,18 @@ pytestmark = pytest.mark.processes
 pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
 
 
-@pytest.mark.parametrize("hosts", ["", "aab"])
-def test_random_calls_equal_the_oracle(hosts: str) -> None:
-    run_group(3, random_calls, hosts, range(120), hosts=hosts)
+MANY = range(1000, 2000)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_many_random_calls(ranks: int) -> None:
-    run_group(ranks, random_calls, "", range(1000, 2000))
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "seeds"),
+    in_gate(
+        [(3, "", range(120)), (3, "aab", range(120))],
+        [(3, "", range(120)), (3, "aab", range(120)), *((ranks, "", MANY) for ranks in (2, 3, 4))],
+    ),
+)
+def test_random_calls_equal_the_oracle(ranks: int, hosts: str, seeds: range) -> None:
+    run_group(ranks, random_calls, hosts, seeds, hosts=hosts)
 
 
 @pytest.mark.parametrize("cases", [40, pytest.param(1000, marks=pytest.mark.full)])

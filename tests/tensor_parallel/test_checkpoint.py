@@ -39,40 +39,33 @@ def sharded(seed: int, comm: Communicator) -> nn.Module:
     return tensor_parallelize(model_of(seed), shares, comm)
 
 
-def save(comm: Communicator, folder: Path) -> None:
-    dcp.save(checkpoint_state_dict(sharded(0, comm)), checkpoint_id=folder)
+def save(comm: Communicator, now: Path, later: Path) -> None:
+    model = sharded(0, comm)
+    dcp.save(checkpoint_state_dict(model), checkpoint_id=now)
+    saving = dcp.async_save(checkpoint_state_dict(model), checkpoint_id=later)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # The values at the call are saved.
+    saving.result()
 
 
-def load(comm: Communicator, folder: Path) -> None:
+def load(comm: Communicator, *folders: Path) -> None:
     """The saved model's own shards."""
-    model, expected = sharded(1, comm), sharded(0, comm)
-    assert not torch.equal(model.down.weight, expected.down.weight)
-    before = model.head.weight
-    dcp.load(checkpoint_state_dict(model), checkpoint_id=folder)
-    assert model.head.weight is before is model.embed.weight
-    assert_same_state(model.state_dict(), expected.state_dict())
+    for folder in folders:
+        model, expected = sharded(1, comm), sharded(0, comm)
+        assert not torch.equal(model.down.weight, expected.down.weight)
+        before = model.head.weight
+        dcp.load(checkpoint_state_dict(model), checkpoint_id=folder)
+        assert model.head.weight is before is model.embed.weight
+        assert_same_state(model.state_dict(), expected.state_dict())
 
 
 @pytest.mark.processes
 def test_two_ranks_save_and_others_load(tmp_path: Path) -> None:
-    run_processes(2, save, tmp_path)
-    run_processes(3, load, tmp_path)
-    run_processes(2, load, tmp_path)
+    folders = tmp_path / "now", tmp_path / "later"
+    run_processes(2, save, *folders)
+    run_processes(3, load, *folders)
+    run_processes(2, load, *folders)
     state = model_of(1).state_dict()
-    dcp.load(state, checkpoint_id=tmp_path)
+    dcp.load(state, checkpoint_id=folders[0])
     assert_same_state(state, model_of(0).state_dict())
-
-
-def save_while_training(comm: Communicator, folder: Path) -> None:
-    model = sharded(0, comm)
-    saving = dcp.async_save(checkpoint_state_dict(model), checkpoint_id=folder)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    saving.result()
-
-
-@pytest.mark.processes
-def test_values_of_an_asynchronous_save_are_those_of_its_call(tmp_path: Path) -> None:
-    run_processes(2, save_while_training, tmp_path)
-    run_processes(3, load, tmp_path)
