@@ -62,7 +62,7 @@ class Layers:
                     or type(layer) is not layer_class
                     or bool(layer._forward_pre_hooks) is not hooked
                     or [*layer._modules.values()] != children
-                    or [*own] != names
+                    or [*own.keys()] != names
                     # The copies of another mini-batch may be there, inside whose backward
                     # autograd's thread has begun this one; they have the same identities.
                     or ([*map(id, own.values())] != ids)
@@ -87,7 +87,7 @@ def _state(layer: nn.Module) -> State:
     own, children = layer._parameters, [*layer._modules.values()]
     ids, identities = [*map(id, own.values())], [*map(identity, own.values())]
     hooked = bool(layer._forward_pre_hooks)
-    return layer, type(layer), layer.training, hooked, children, [*own], ids, identities
+    return layer, type(layer), layer.training, hooked, children, [*own.keys()], ids, identities
 
 
 class Parameters:
