@@ -118,7 +118,7 @@ def test_a_win_is_ahead_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted({*registry.CPU, *registry.GPU} - {"collectives", "nccl"}))
 def test_every_program_runs_and_its_table_is_made(name: str) -> None:
-    """Those of GPUs as well, on the CPU with tiny sizes."""
+    """Programs for GPUs run on the CPU, with tiny sizes."""
     measured = bench.measured(name, Options(quick=True, seconds=60.0), print)
     rows = [row for found in measured for row in found]
     assert rows and not any("error" in row or row.get("wrong") for row in rows)

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,28 +42,6 @@ def configure(
     command = [script.find_tool("cmake"), "-S", ROOT / "csrc", "-B", folder, "-G", "Ninja"]
     ninja = f"-DCMAKE_MAKE_PROGRAM={script.find_tool('ninja')}"
     return run(*command, ninja, "-DPIPEKERNELS_PYTHON=OFF", *options, code=None, env=environment)
-
-
-def test_the_order_in_which_tools_are_searched(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """First in the Python package of the tool, last on PATH."""
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    with pytest.raises(RuntimeError, match="pip install sometool"):
-        script.find_tool("sometool")
-    on_path = tool(tmp_path / "path")
-    assert script.find_tool("sometool") == on_path
-    beside_python = tool(tmp_path / "venv")
-    assert script.find_tool("sometool") == beside_python
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    package = tmp_path / "site" / "sometool"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    of_target = tool(tmp_path / "site" / "bin")
-    assert script.find_tool("sometool") == of_target
-    of_package = tool(package / "data" / "bin")
-    assert script.find_tool("sometool") == of_package
 
 
 def test_a_build_folder_of_another_path_or_compiler_is_cleared(
