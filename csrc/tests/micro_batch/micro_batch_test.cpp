@@ -135,7 +135,8 @@ struct Case {
     return copy;
   }
 
-  // Random bytes; without NaN where elements are cast, since a cast may change the payload of a NaN.
+  // Random bytes; without NaN where elements are cast, since a cast may change the payload of a
+  // NaN.
   void fill(Random& random) {
     const bool casting = std::any_of(casts.begin(), casts.end(), [](auto& c) { return !!c; });
     for (auto* tensors : {&wholes, &parts}) {
