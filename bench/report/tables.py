@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -149,7 +151,7 @@ def svg(
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "pipekernels"
+    matplotlib.rcParams |= {"svg.hashsalt": "pipekernels", "svg.fonttype": "none"}
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
@@ -161,5 +163,9 @@ def svg(
     for axis in axes[0]:
         axis.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, format="svg", metadata={"Date": None})
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata=dict.fromkeys(["Creator", "Date", "Format", "Type"]))
     pyplot.close(figure)
+    # A tenth of a point is enough, and neither points nor indents need space.
+    short = re.sub(r"(\d\.\d)\d+", r"\1", drawn.getvalue())
+    path.write_text(re.sub(r" ?\n(?=[LMCQz])", " ", re.sub(r"\n +", "\n", short)))
