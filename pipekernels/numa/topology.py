@@ -143,9 +143,8 @@ def places(topology: Topology, ranks: int) -> list[Place]:
     cores = topology.cores
     if not 1 <= ranks <= len(cores):
         raise ValueError(
-            f"{ranks} ranks cannot each have a core: this process may use "
-            f"{len(cores)} cores; start 1 to {len(cores)} ranks, or use torchrun, which "
-            "does not bind ranks"
+            f"cannot bind {ranks} ranks to {len(cores)} cores, those that this process may use; "
+            f"pass --nproc-per-node of 1 to {len(cores)}, or use torchrun, which does not bind ranks"
         )
     # More threads than the quota would be stopped for a part of each period, and peers wait.
     usable = len(cores) if topology.quota is None else min(topology.quota, len(cores))
