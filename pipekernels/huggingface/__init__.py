@@ -5,7 +5,7 @@ from pipekernels.huggingface.decoding import compile_decoding
 from pipekernels.huggingface.load import load_pretrained
 from pipekernels.huggingface.plans import Transformers
 from pipekernels.huggingface.trainer import TrainerMixin, adapt_accelerator
-from pipekernels.tensor_parallel.plan.providers import register_plan_provider
+from pipekernels.tensor_parallel.plan.sharding_plan import register_plan_provider
 
 __all__ = [
     "TrainerMixin",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipekernels._arguments import check_kind
-from pipekernels.huggingface.pretrained import save_full_models
+from pipekernels.huggingface.pretrained import save_pretrained
 from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -21,7 +21,7 @@ from pipekernels.tensor_parallel.linear import (
     ShardedLinear,
 )
 from pipekernels.tensor_parallel.plan.kinds import LayerKind
-from pipekernels.tensor_parallel.plan.providers import Part, PlanProvider
+from pipekernels.tensor_parallel.plan.sharding_plan import PlanProvider
 from pipekernels.tensor_parallel.sharded import sharded_layers
 
 
@@ -61,8 +61,7 @@ def add_adapters(model: nn.Module, config: Any, adapter_name: str = "default") -
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Unsupported layer type .*ParallelLinear")
         adapted = peft.get_peft_model(model, config, adapter_name=adapter_name)
-    shard_later_adapters(adapted)
-    save_full_models(adapted)
+    Peft().prepare(adapted)
     return adapted
 
 
@@ -87,25 +86,14 @@ def _check_config(config: Any, lora: Any) -> None:
         )
 
 
-def shard_later_adapters(model: nn.Module) -> None:
-    """Let peft shard the adapters that ``add_adapter``, ``load_adapter`` and
-    ``add_weighted_adapter`` add to layers of ``model`` which have some. They become collectives.
-    And let deep copies keep peft's wrappers of layers."""
-    lora: Any = sys.modules.get("peft.tuners.lora")
-    wrapper: Any = import_module("peft.utils.other").ModulesToSaveWrapper if lora else ()
-    for module in model.modules() if lora is not None else ():
-        if isinstance(module, lora.Linear) and isinstance(module.base_layer, ShardedLinear):
-            set_attribute(module, "update_layer", MethodType(_update_layer, module))
-        elif isinstance(module, lora.LoraModel) and sharded_layers(module):
-            set_attribute(module, "add_weighted_adapter", MethodType(_add_weighted, module))
-        elif isinstance(module, wrapper):  # It would forward to its layer, and copy that alone.
-            set_attribute(module, "__deepcopy__", None)
-
-
 def _update_layer(self: Any, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
     _check_config(config, sys.modules["peft.tuners.lora.layer"])
     type(self).update_layer(self, adapter_name, *args, config=config, **kwargs)
     _shard_adapter(self, adapter_name)
+
+
+def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
+    save_pretrained(self, save_directory, **kwargs)
 
 
 def _add_weighted(
@@ -153,9 +141,10 @@ def _sharded_like(base: Any, factor: nn.Linear, name: str) -> nn.Module:
 class Peft(PlanProvider):
     """Models with adapters of peft."""
 
+    library = "peft"
+
     def base_of(self, model: nn.Module) -> nn.Module:
-        peft: Any = sys.modules.get("peft")
-        if peft is None or not isinstance(model, peft.PeftModel):
+        if not isinstance(model, sys.modules["peft"].PeftModel):
             return model
         for name, config in model.peft_config.items():
             if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE"):
@@ -168,26 +157,37 @@ class Peft(PlanProvider):
         return base
 
     def prepare(self, model: nn.Module) -> None:
-        shard_later_adapters(model)
+        """Let ``save_pretrained`` of a PeftModel save whole factors, and peft shard the adapters
+        that ``add_adapter``, ``load_adapter`` and ``add_weighted_adapter`` add to layers which have
+        some. They become collectives. And let deep copies keep peft's wrappers of layers."""
+        peft: Any = sys.modules["peft"]
+        lora: Any = import_module("peft.tuners.lora")
+        wrapper: Any = import_module("peft.utils.other").ModulesToSaveWrapper
+        if isinstance(model, peft.PeftModel) and sharded_layers(model):
+            set_attribute(model, "save_pretrained", MethodType(_save_pretrained, model))
+        for module in model.modules():
+            if isinstance(module, lora.Linear) and isinstance(module.base_layer, ShardedLinear):
+                set_attribute(module, "update_layer", MethodType(_update_layer, module))
+            elif isinstance(module, lora.LoraModel) and sharded_layers(module):
+                set_attribute(module, "add_weighted_adapter", MethodType(_add_weighted, module))
+            elif isinstance(module, wrapper):  # It would forward to its layer, and copy that alone.
+                set_attribute(module, "__deepcopy__", None)
 
-    def parts_of(self, name: str, module: Any, kind: LayerKind) -> list[Part]:
+    def parts_of(self, name: str, module: Any, kind: LayerKind) -> dict[str, nn.Module]:
         """A linear layer with LoRA adapters consists of the layer and the factors that are sharded
         with it: a column-parallel layer's second ones, a row-parallel layer's first ones. A layer
         that adapters train whole consists of the original and theirs."""
-        if "peft" not in sys.modules:
-            return []
         tuners: Any = import_module("peft.tuners")
         others: Any = import_module("peft.utils.other")
         is_saved = isinstance(module, others.ModulesToSaveWrapper)
         if is_saved and not list(module.original_module.children()):
-            saved: nn.ModuleDict = module.modules_to_save
-            copies = [
-                (f"{name}.modules_to_save.{key}", layer, kind) for key, layer in saved.items()
-            ]
-            return [(f"{name}.original_module", module.original_module, kind), *copies]
+            copies = module.modules_to_save.items()
+            return {f"{name}.original_module": module.original_module} | {
+                f"{name}.modules_to_save.{adapter}": layer for adapter, layer in copies
+            }
         wrappers = tuners.tuners_utils.BaseTunerLayer, others.AuxiliaryTrainingWrapper
         if not isinstance(module, wrappers):
-            return []
+            return {}
         variants = getattr(module, "lora_variant", {}).values()
         if not isinstance(module, tuners.lora.Linear) or variants:
             shown = [type(module), *map(type, variants)]
@@ -197,7 +197,7 @@ class Peft(PlanProvider):
                 "first (merge_and_unload), use plain LoRA, or leave this layer as it is"
             )
         factor = "lora_A" if kind.cuts_input else "lora_B"
-        adapters: nn.ModuleDict = getattr(module, factor)
-        return [(f"{name}.base_layer", module.base_layer, kind)] + [
-            (f"{name}.{factor}.{adapter}", layer, kind) for adapter, layer in adapters.items()
-        ]
+        return {f"{name}.base_layer": module.base_layer} | {
+            f"{name}.{factor}.{adapter}": layer
+            for adapter, layer in getattr(module, factor).items()
+        }

@@ -1,4 +1,5 @@
-"""Makes ``generate`` of transformers models with sharded layers decide the same on all ranks."""
+"""Methods of transformers models with sharded layers, whose ``generate`` decides the same on all
+ranks."""
 
 from __future__ import annotations
 
@@ -6,40 +7,27 @@ import os
 import warnings
 import zlib
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipekernels.comm import Communicator
-from pipekernels.huggingface.pretrained import communicators, sharded_models
-from pipekernels.tensor_parallel.changes import add_forward_pre_hook, set_attribute
+from pipekernels.huggingface.pretrained import communicators
 
 
-def adapt_generate(model: nn.Module) -> None:
-    """Let ``generate`` of every transformers model in ``model`` that has sharded layers check that
-    ranks will draw the same random numbers, if it samples; stop where rank 0 does; and make caches
-    of a rank's heads. Callers give all ranks the same inputs."""
-    for module in sharded_models(model):
-        if module.can_generate():
-            set_attribute(module, "generate", MethodType(_generate, module))
-            criteria = MethodType(_get_stopping_criteria, module)
-            set_attribute(module, "_get_stopping_criteria", criteria)
-            set_attribute(module, "_get_static_cache_init_shape", _unknown_shape)
-
-
-def _unknown_shape() -> None:
+def unknown_cache_shape(model: Any) -> None:
     """The first keys and values, not the configuration, decide the shapes of a static cache."""
 
 
-def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Clocks differ between ranks, and custom criteria may read values that differ."""
-    criteria = type(self)._get_stopping_criteria(self, *args, **kwargs)
+def get_stopping_criteria(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stop where rank 0 does: clocks differ between ranks, and custom criteria may read values that
+    differ."""
+    criteria = type(model)._get_stopping_criteria(model, *args, **kwargs)
     for i, own in enumerate(criteria):
         found = type(own)
         if found.__name__ == "MaxTimeCriteria" or not found.__module__.startswith("transformers."):
-            criteria[i] = partial(_as_on_rank_0, own, communicators(self))
+            criteria[i] = partial(_as_on_rank_0, own, communicators(model))
     return criteria
 
 
@@ -50,11 +38,13 @@ def _as_on_rank_0(own: Any, comms: list[Communicator], *args: Any, **kwargs: Any
     return is_done
 
 
-def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if _samples(self, *args, **kwargs):
-        for comm in communicators(self):
-            _check_random_numbers(comm, self.device)
-    return type(self).generate(self, *args, **kwargs)
+def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``generate``, to which callers give the same inputs on all ranks, if ranks will draw the same
+    random numbers; else RuntimeError."""
+    if _samples(model, *args, **kwargs):
+        for comm in communicators(model):
+            _check_random_numbers(comm, model.device)
+    return type(model).generate(model, *args, **kwargs)
 
 
 def _check_random_numbers(comm: Communicator, device: torch.device) -> None:
@@ -87,13 +77,8 @@ def _samples(
     return bool(asked)
 
 
-def warn_of_attentions(model: nn.Module) -> None:
-    """Warn when a transformers model with sharded attention is to return attention weights."""
-    if hasattr(getattr(model, "config", None), "output_attentions"):
-        add_forward_pre_hook(model, _warn, with_kwargs=True)
-
-
-def _warn(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def warn_of_attentions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Warn when a model with sharded attention, whose hook this is, is to return its weights."""
     asked = kwargs.get("output_attentions")
     if not torch.compiler.is_compiling() and (
         model.config.output_attentions if asked is None else asked

@@ -1,95 +1,147 @@
-"""Plans for models of transformers: the one that a model carries, ``model.tp_plan``, or ours."""
+"""Plans for models of transformers: the one that a model carries, ``model.tp_plan``, or ours; what
+``tensor_parallelize`` replaces in such models."""
 
 from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from types import MethodType
+from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
-from pipekernels.huggingface.derived_plans import derived_plan
-from pipekernels.huggingface.generation import adapt_generate, warn_of_attentions
-from pipekernels.huggingface.pretrained import save_full_models
-from pipekernels.tensor_parallel.experts import is_experts
+from pipekernels.huggingface.derive import derived_plan
+from pipekernels.huggingface.generation import (
+    generate,
+    get_stopping_criteria,
+    unknown_cache_shape,
+    warn_of_attentions,
+)
+from pipekernels.huggingface.pretrained import resize_token_embeddings, save_pretrained
+from pipekernels.tensor_parallel.changes import add_forward_pre_hook, set_attribute
+from pipekernels.tensor_parallel.full_layer import is_experts
 from pipekernels.tensor_parallel.functional import Heads
-from pipekernels.tensor_parallel.plan.providers import PlanProvider, ProvidedPlan, base_of
+from pipekernels.tensor_parallel.plan.kinds import EXPERTS, GATHERED, Kind, kinds_by_name, parse
+from pipekernels.tensor_parallel.plan.sharding_plan import PlanProvider, ShardingPlan, base_of
 from pipekernels.tensor_parallel.sharded import sharded_layers
 
 _log = logging.getLogger(__name__)
+V = TypeVar("V")
+_Table: TypeAlias = tuple[dict[str, str], dict[str, tuple[str, ...]]]
+
+_METHODS = {
+    "save_pretrained": save_pretrained,
+    "resize_token_embeddings": resize_token_embeddings,
+}
+_METHODS_OF_GENERATION = {
+    "generate": generate,
+    "_get_stopping_criteria": get_stopping_criteria,
+    "_get_static_cache_init_shape": unknown_cache_shape,
+}
 
 
 class Transformers(PlanProvider):
     """Models of transformers."""
 
-    def plan_of(self, model: nn.Module) -> ProvidedPlan | None:
-        config: Any = getattr(model, "config", None)
-        if unfit := _why_unfit(config):
-            raise ValueError(
-                f"{type(model).__name__} has no plan that is right for ranks with a part of the "
-                f"heads: {unfit}; write one for its MLPs"
-            )
-        if not hasattr(config, "to_dict"):
-            return None
-        # The model's own plan, or our table; completed, or made, by a derived one.
-        carried: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-        known = ProvidedPlan(carried) if carried else _TABLES.get(getattr(config, "model_type", ""))
-        plan = known
-        if plan is None or (carried and not _names_attention(model, carried)):
-            plan = _with_derived(model, carried, derived_plan(model, config))
-        heads = _heads(model, plan.words, config)
-        if plan is not known:
-            # A derived plan counts groups of a key head and its queries. The configuration counts
-            # the queries as well, but may be of another attention than this one.
-            counted = {name: heads.get(name, own) for name, own in plan.heads.items()}
-            heads = {
-                name: counted[name] if counted[name][1] == own[1] else own
-                for name, own in plan.heads.items()
-            }
-        # What plans leave out: experts, what the configuration adds, and the output head.
-        words = {**_experts(model, plan.words), **_adapted(model, plan.words, config)}
-        for head in _output_head(model):
-            if words and not any(fnmatchcase(head, pattern) for pattern in words):
-                words[head] = "column_gather_output"
-        _check_functions(model, words)
-        towers = self._towers(model, words)
-        return plan._replace(words=words, heads=heads, towers=towers) if words or towers else None
+    library = "transformers"
 
-    def _towers(self, model: nn.Module, words: Mapping[str, str]) -> dict[str, ProvidedPlan]:
-        """Plans of the outermost models inside ``model`` of which ``words`` names nothing."""
-        names = dict(model.named_modules())
-        planned = [f"{n}." for n in names if any(fnmatchcase(n, pattern) for pattern in words)]
-        found: dict[str, ProvidedPlan] = {}
-        for name, module in names.items():
-            is_model = name != "" and hasattr(module, "main_input_name")
-            has_plan = any(planned_name.startswith(f"{name}.") for planned_name in planned)
-            if not is_model or has_plan or name.startswith(tuple(f"{tower}." for tower in found)):
-                continue
-            try:
-                plan = self.plan_of(module)
-            except ValueError as error:
-                _log.info("%s of %s stays whole: %s", name, type(model).__name__, error)
-                continue
-            if plan is not None:
-                found[name] = plan._replace(towers={})
-                found |= {f"{name}.{tower}": inner for tower, inner in plan.towers.items()}
-        return found
+    def plan_of(self, model: nn.Module, world_size: int) -> ShardingPlan | None:
+        plan = _plan_of(model)
+        plan = plan and _joined(plan, _towers(model, plan, world_size))
+        return plan if plan and plan.kinds else None
 
     def prepare(self, model: nn.Module) -> None:
-        save_full_models(model)
-        adapt_generate(model)
-        if sharded_layers(model):
-            warn_of_attentions(base_of(model))
+        transformers: Any = sys.modules["transformers"]
+        for module in model.modules():
+            if isinstance(module, transformers.PreTrainedModel) and sharded_layers(module):
+                others = _METHODS_OF_GENERATION if module.can_generate() else {}
+                for name, method in (_METHODS | others).items():
+                    set_attribute(module, name, MethodType(method, module))
+        base = base_of(model)
+        if hasattr(getattr(base, "config", None), "output_attentions") and sharded_layers(base):
+            add_forward_pre_hook(base, warn_of_attentions, with_kwargs=True)
 
 
-def _check_functions(model: nn.Module, plan: Mapping[str, str]) -> None:
+def _plan_of(model: nn.Module) -> ShardingPlan | None:
+    """The plan without those of towers. Raises ValueError if none can be right."""
+    config: Any = getattr(model, "config", None)
+    if unfit := _why_unfit(config):
+        raise ValueError(
+            f"{type(model).__name__} has no plan that is right for ranks with a part of the "
+            f"heads: {unfit}; write one for its MLPs"
+        )
+    if not hasattr(config, "to_dict"):
+        return None
+    # The model's own plan, or our table; completed, or made, by a derived one.
+    carried: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    words, divided = (carried, {}) if carried else _TABLES.get(config.model_type, ({}, {}))
+    named, _ = kinds_by_name(model, {p: parse(word) or Kind(word) for p, word in words.items()})
+    kinds = _adapted(model, named, config)
+    owners = {
+        name: keys
+        for name, _ in model.named_modules()
+        for pattern, keys in divided.items()
+        if fnmatchcase(name, pattern)
+    }
+    plan = ShardingPlan(kinds, _heads(model, kinds, config), owners)
+    names_attention = any("attn" in name or "attention" in name for name in named)
+    if not words or (carried and not names_attention):
+        plan = _with_derived(model, plan, derived_plan(model, config))
+    # What plans leave out: experts, of which every rank holds a part of each, and the output head.
+    for name, module in model.named_modules():
+        if is_experts(module):
+            plan.kinds.setdefault(name, EXPERTS)
+    if plan.kinds:
+        plan.kinds.update({name: GATHERED for name in _output_head(model)} | plan.kinds)
+    _check_functions(model, plan)
+    return plan
+
+
+def _joined(plan: ShardingPlan, other: ShardingPlan, prefix: str = "") -> ShardingPlan:
+    """Both plans, with ``prefix`` before the names of the other one."""
+
+    def named(values: Mapping[str, V]) -> dict[str, V]:
+        return {prefix + name: value for name, value in values.items()}
+
+    return ShardingPlan(
+        plan.kinds | named(other.kinds),
+        {**plan.heads, **named(other.heads)},
+        {**plan.divided, **named(other.divided)},
+    )
+
+
+def _towers(model: nn.Module, plan: ShardingPlan, world_size: int) -> ShardingPlan:
+    """The plans of the outermost models inside ``model`` of which ``plan`` names nothing. A tower
+    with fewer heads than ranks stays whole."""
+    found = ShardingPlan({})
+    towers: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        prefix = f"{name}."
+        is_model = name != "" and hasattr(module, "main_input_name")
+        has_plan = any(planned.startswith(prefix) for planned in plan.kinds)
+        if not is_model or has_plan or name.startswith(towers):
+            continue
+        try:
+            own = _plan_of(module)
+        except ValueError as error:
+            _log.info("%s of %s stays whole: %s", name, type(model).__name__, error)
+            continue
+        if own is not None:
+            towers += (prefix,)
+            inner = _towers(module, own, world_size)
+            has_heads = all(count >= world_size for count, _ in own.heads.values())
+            found = _joined(found, _joined(own, inner) if has_heads else inner, prefix)
+    return found
+
+
+def _check_functions(model: nn.Module, plan: ShardingPlan) -> None:
     """Raise ValueError if a function between two sharded layers needs all features."""
     for name, module in model.named_modules():
         # Gemma 3n: features beyond a number of deviations from their mean are zero.
-        is_planned = any(fnmatchcase(f"{name}.gate_proj", pattern) for pattern in plan)
-        if getattr(module, "activation_sparsity", 0) and is_planned:
+        if getattr(module, "activation_sparsity", 0) and f"{name}.gate_proj" in plan.kinds:
             raise ValueError(
                 f"{name!r} cuts its features off by their mean and deviation "
                 f"(activation_sparsity={module.activation_sparsity}), of which a rank would have a "
@@ -97,54 +149,41 @@ def _check_functions(model: nn.Module, plan: Mapping[str, str]) -> None:
             )
 
 
-def _names_attention(model: nn.Module, carried: Mapping[str, str]) -> bool:
-    names = [n for n, _ in model.named_modules() if "attn" in n or "attention" in n]
-    return any(fnmatchcase(name, pattern) for name in names for pattern in carried)
-
-
-def _with_derived(
-    model: nn.Module, carried: Mapping[str, str], derived: ProvidedPlan
-) -> ProvidedPlan:
-    """The model's own plan, completed by a derived one for layers that it does not name."""
-    words = {
-        name: word
-        for name, word in derived.words.items()
-        if not any(fnmatchcase(name, pattern) for pattern in carried)
-    }
+def _with_derived(model: Any, plan: ShardingPlan, derived: ShardingPlan) -> ShardingPlan:
+    """``plan``, completed by a derived one for layers that it does not name."""
+    left = {name: kind for name, kind in derived.kinds.items() if name not in plan.kinds}
     divided = {
         owner: keys
         for owner, keys in derived.divided.items()
-        if any(name.startswith(f"{owner}.") for name in words)
+        if any(name.startswith(f"{owner}.") for name in left)
     }
-    return ProvidedPlan(words | dict(carried), divided, derived.heads)
-
-
-def _experts(model: nn.Module, words: Mapping[str, str]) -> dict[str, str]:
-    """Experts that a plan does not name are sliced: every rank holds a part of each."""
-    return {
-        name: "experts"
-        for name, module in model.named_modules()
-        if is_experts(module) and not any(fnmatchcase(name, pattern) for pattern in words)
+    # A derived plan counts groups of a key head and its queries. The configuration counts the
+    # queries as well, but may be of another attention than this one.
+    counted = dict(derived.heads) | _heads(model, left, model.config)
+    heads = {
+        name: counted[name] if counted[name][1] == own[1] else own
+        for name, own in derived.heads.items()
     }
+    return ShardingPlan(left | plan.kinds, heads, divided)
 
 
-def _adapted(model: nn.Module, words: Mapping[str, str], config: Any) -> dict[str, str]:
-    """``words``, with the sizes that are in ``config`` and the latent projections that plans for
+def _adapted(model: nn.Module, kinds: Mapping[str, Kind], config: Any) -> dict[str, Kind]:
+    """``kinds``, with the sizes that are in ``config`` and the latent projections that plans for
     inference leave out, and without what is wrong for it."""
-    words = dict(words)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    latent = f"mla_kv_a_proj:{getattr(text, 'qk_rope_head_dim', 0)}"
+    kind_of_latent = parse(latent) or Kind(latent)
+    adapted = dict(kinds)
     for name, _ in model.named_modules():
         inner = name.replace("kv_a_proj_with_mqa", "kv_b_proj")
-        named = [any(fnmatchcase(n, pattern) for pattern in words) for n in (name, inner)]
-        if inner != name and named == [False, True]:
-            words[name] = "mla_kv_a_proj"
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "qk_rope_head_dim", 0)
+        if inner != name and inner in kinds:
+            adapted.setdefault(name, kind_of_latent)
     # An indexer takes the queries' whole features, and chooses tokens for the heads of all ranks.
     has_indexer = hasattr(text, "index_topk")
     return {
-        pattern: f"{word}:{size}" if word == "mla_kv_a_proj" else word
-        for pattern, word in words.items()
-        if not (has_indexer and ".self_attn" in pattern) and word != "moe_identity_expert"
+        name: kind_of_latent if kind.word == "mla_kv_a_proj" else kind
+        for name, kind in adapted.items()
+        if not (has_indexer and ".self_attn" in name) and kind.word != "moe_identity_expert"
     }
 
 
@@ -152,12 +191,12 @@ _COUNTS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 _ATTENTION = re.compile(r".*(attn|attention)[^.]*", re.IGNORECASE)
 
 
-def _heads(model: nn.Module, words: Mapping[str, str], config: Any) -> dict[str, Heads]:
+def _heads(model: nn.Module, kinds: Mapping[str, Kind], config: Any) -> dict[str, Heads]:
     """The heads of modules of attention that a plan names."""
     found: dict[str, Heads] = {}
     for name, _ in model.named_modules():
         attention = _ATTENTION.match(name)
-        if attention and any(fnmatchcase(name, pattern) for pattern in words):
+        if attention and name in kinds:
             heads, keys = _counts(model.get_submodule(attention[0]), config)
             of_keys = {"k_proj", "v_proj"}.intersection(name.split("."))
             found[name] = (keys, keys) if of_keys else (heads, keys)
@@ -188,21 +227,21 @@ def _output_head(model: Any) -> list[str]:
     return [n for n, module in model.named_modules() if module is head and type(head) is nn.Linear]
 
 
-def _kinds(columns: str, rows: str, **others: str) -> dict[str, str]:
-    """Kinds by the last parts of module names."""
+def _words(columns: str, rows: str, **others: str) -> dict[str, str]:
+    """Words of kinds by the last parts of module names."""
     kinds = dict.fromkeys(columns.split(), "column") | dict.fromkeys(rows.split(), "row")
     return {f"*.{name}": kind for name, kind in (kinds | others).items()}
 
 
-_BERT = ProvidedPlan(
-    _kinds("self.query self.key self.value intermediate.dense", "output.dense"),
+_BERT: _Table = (
+    _words("self.query self.key self.value intermediate.dense", "output.dense"),
     {"*.attention.self": ("num_attention_heads", "all_head_size")},
 )
-_PROJECTIONS = _kinds("q_proj k_proj v_proj fc1", "out_proj fc2")
-_TABLES = {
+_PROJECTIONS = _words("q_proj k_proj v_proj fc1", "out_proj fc2")
+_TABLES: dict[str, _Table] = {
     "bert": _BERT,
-    "bloom": ProvidedPlan(
-        _kinds(
+    "bloom": (
+        _words(
             "query_key_value dense_h_to_4h",
             "self_attention.dense dense_4h_to_h",
             self_attention="split_alibi",
@@ -210,31 +249,35 @@ _TABLES = {
         # Without slow_but_exact, which cuts weights by hand.
         {"*.self_attention": ("num_heads", "slow_but_exact"), "*.mlp": ("slow_but_exact",)},
     ),
-    "distilbert": ProvidedPlan(
-        _kinds("q_lin k_lin v_lin lin1", "out_lin lin2"), {"*.attention": ("n_heads", "dim")}
+    "distilbert": (
+        _words("q_lin k_lin v_lin lin1", "out_lin lin2"),
+        {"*.attention": ("n_heads", "dim")},
     ),
-    "gpt2": ProvidedPlan(
-        _kinds("c_fc q_attn", "c_proj")
+    "gpt2": (
+        _words("c_fc q_attn", "c_proj")
         | {"*.attn.c_attn": "packed_column:3", "*.crossattention.c_attn": "packed_column:2"},
         dict.fromkeys(("*.attn", "*.crossattention"), ("num_heads", "split_size")),
     ),
     # Queries, with one head of keys and values, are fused into one layer.
-    "gpt_bigcode": ProvidedPlan(
-        _kinds("mlp.c_fc", "mlp.c_proj")
-        | {"*.attn.c_attn": "column_gather_output", "*.attn.c_proj": "row_split_input"}
+    "gpt_bigcode": (
+        _words("mlp.c_fc", "mlp.c_proj")
+        | {"*.attn.c_attn": "column_gather_output", "*.attn.c_proj": "row_split_input"},
+        {},
     ),
-    "opt": ProvidedPlan(_PROJECTIONS, {"*.self_attn": ("num_heads",)}),
+    "opt": (_PROJECTIONS, {"*.self_attn": ("num_heads",)}),
     "roberta": _BERT,
-    "t5": ProvidedPlan(
-        _kinds("q k v wi wi_0 wi_1", "o wo", relative_attention_bias="split_output"),
+    "t5": (
+        _words("q k v wi wi_0 wi_1", "o wo", relative_attention_bias="split_output"),
         {"*.SelfAttention": ("n_heads",), "*.EncDecAttention": ("n_heads",)},
     ),
-    "vit": ProvidedPlan(
-        _kinds("q_proj k_proj v_proj fc1", "o_proj fc2"), {"*.attention": ("num_attention_heads",)}
+    "vit": (
+        _words("q_proj k_proj v_proj fc1", "o_proj fc2"),
+        {"*.attention": ("num_attention_heads",)},
     ),
-    "whisper": ProvidedPlan(_PROJECTIONS, {"*_attn": ("num_heads",)}),
+    "whisper": (_PROJECTIONS, {"*_attn": ("num_heads",)}),
 }
-"""By ``model.config.model_type``."""
+"""By ``model.config.model_type``: words, and attributes of which a rank has its share, by patterns
+for module names."""
 
 
 def _why_unfit(config: Any) -> str:

@@ -1,42 +1,19 @@
-"""``save_pretrained`` of transformers models with sharded layers writes the full model."""
+"""Methods of transformers models with sharded layers, whose ``save_pretrained`` writes the full
+model."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.changes import set_attribute
 from pipekernels.tensor_parallel.int8 import Int8Experts, Int8Linear
 from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_layers, sharded_parameters
 from pipekernels.tensor_parallel.state import gather_state_dict
-
-
-def save_full_models(model: nn.Module) -> None:
-    """Let ``save_pretrained`` of every transformers model in ``model`` that has sharded layers save
-    the full weights. It becomes a collective: rank 0 writes, the others wait for it. Nor can they
-    resize sharded embeddings."""
-    for module in sharded_models(model):
-        set_attribute(module, "save_pretrained", MethodType(_save_pretrained, module))
-        set_attribute(module, "resize_token_embeddings", MethodType(_resize, module))
-    peft: Any = sys.modules.get("peft")
-    if peft is not None and isinstance(model, peft.PeftModel) and sharded_layers(model):
-        set_attribute(model, "save_pretrained", MethodType(_save_adapters, model))
-
-
-def sharded_models(model: nn.Module) -> list[Any]:
-    """The transformers models in ``model`` that have sharded layers."""
-    transformers: Any = sys.modules.get("transformers")
-    if transformers is None:
-        return []
-    models = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
-    return [module for module in models if sharded_layers(module)]
 
 
 def communicators(model: nn.Module) -> list[Communicator]:
@@ -54,14 +31,15 @@ def replaced(instance: object, name: str, method: object) -> Iterator[None]:
         delattr(instance, name)
 
 
-def _resize(self: Any, *args: Any, **kwargs: Any) -> Any:
-    ends = filter(None, (self.get_input_embeddings(), self.get_output_embeddings()))
+def resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sharded embeddings cannot be resized."""
+    ends = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
     if (args or kwargs) and any(map(sharded_layers, ends)):
         raise TypeError(
             "resize_token_embeddings cannot resize embeddings or heads that are sharded; call it "
             "before tensor_parallelize, or after tensor_unparallelize"
         )
-    return type(self).resize_token_embeddings(self, *args, **kwargs)
+    return type(model).resize_token_embeddings(model, *args, **kwargs)
 
 
 class _Problem(NamedTuple):
@@ -95,36 +73,33 @@ def raised_on_all(comms: Sequence[Communicator]) -> Iterator[None]:
         raise _KINDS.get(problem.kind, RuntimeError)(problem.message) from cause
 
 
-def _save_adapters(self: Any, save_directory: Any, **kwargs: Any) -> None:
-    _save_pretrained(self, save_directory, **kwargs)
-
-
-def _save_pretrained(
-    self: Any,
+def save_pretrained(
+    model: Any,
     save_directory: Any,
     is_main_process: bool = True,
     state_dict: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> None:
-    for layer in sharded_layers(self):
+    """Save the full weights. A collective: rank 0 writes, the others wait for it."""
+    for layer in sharded_layers(model):
         if isinstance(layer, Int8Linear | Int8Experts):
             raise TypeError(
                 f"{layer.name!r} has int8 weights, which transformers' files do not hold; call "
                 "tensor_unparallelize() first, or save full_state_dict(model)"
             )
-    comms = communicators(self)
+    comms = communicators(model)
     writes = is_main_process and all(comm.rank == 0 for comm in comms)
     if state_dict is None:
-        state_dict = gather_state_dict(self, keep=writes)
+        state_dict = gather_state_dict(model, keep=writes)
     else:
-        _check_full(self, state_dict)
+        _check_full(model, state_dict)
     with raised_on_all(comms):
         if writes:
-            shards = sharded_parameters(self).items()
+            shards = sharded_parameters(model).items()
             shapes = {parameter: layer.full_shape(name) for parameter, (layer, name) in shards}
-            count = sum(prod(shapes.get(p, p.shape)) for p in self.parameters())
-            with replaced(self, "num_parameters", lambda *_, **__: count):  # For the files' index.
-                type(self).save_pretrained(self, save_directory, state_dict=state_dict, **kwargs)
+            count = sum(prod(shapes.get(p, p.shape)) for p in model.parameters())
+            with replaced(model, "num_parameters", lambda *_, **__: count):  # For the files' index.
+                type(model).save_pretrained(model, save_directory, state_dict=state_dict, **kwargs)
 
 
 def _check_full(model: nn.Module, state_dict: Mapping[str, Any]) -> None:

@@ -38,13 +38,6 @@ from pipekernels.tensor_parallel.functional import (
 from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether ``module`` has the stacked weights of experts, ``[E, ...]``."""
-    parameters = module._parameters
-    matrices = (parameters.get(name) for name in ("gate_up_proj", "up_proj", "down_proj"))
-    return [m.dim() for m in matrices if m is not None] == [3, 3]
-
-
 class ParallelExperts(ShardedLayer):
     """A rank's part of a module of experts with stacked weights, as transformers has them.
 
@@ -54,7 +47,7 @@ class ParallelExperts(ShardedLayer):
     without parameters, which pass their input on, runs its own forward on each rank's slices.
 
     Args:
-        experts: the full module (:func:`is_experts`): ``gate_up_proj`` (or ``up_proj``)
+        experts: the full module (:func:`full_layer.is_experts`): ``gate_up_proj`` (or ``up_proj``)
             ``[E, 2 I, H]`` and ``down_proj`` ``[E, H, I]``, or both transposed, perhaps with biases
             ``[E, 2 I]`` and ``[E, H]``. Gate and up features may be interleaved.
         comm: the communicator.

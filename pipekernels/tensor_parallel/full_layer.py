@@ -36,6 +36,13 @@ def is_embedding(module: nn.Module) -> bool:
     return cls is nn.Embedding or (is_scaled and cls.__module__.startswith("transformers."))
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether ``module`` has the stacked weights of experts, ``[E, ...]``."""
+    parameters = module._parameters
+    matrices = (parameters.get(name) for name in ("gate_up_proj", "up_proj", "down_proj"))
+    return [m.dim() for m in matrices if m is not None] == [3, 3]
+
+
 def features_of(linear: Any) -> tuple[int, int]:
     """Input and output features of an ``nn.Linear`` or ``Conv1D``, by its weight: peft ties linear
     layers by giving them others."""

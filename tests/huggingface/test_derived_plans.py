@@ -12,11 +12,10 @@ from support.ranks import run_threads
 from support.sweeps import families
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.huggingface.derived_plans import derive
+from pipekernels.huggingface.derive.derived_plans import derive
+from pipekernels.huggingface.derive.small_models import running_inputs, small_config, small_model
 from pipekernels.huggingface.plans import Transformers
-from pipekernels.huggingface.small_models import running_inputs, small_model
 from pipekernels.tensor_parallel import plan_for
-from pipekernels.tensor_parallel.plan.providers import ProvidedPlan
 
 pytestmark = pytest.mark.slow
 
@@ -86,12 +85,14 @@ def test_a_tower_that_the_carried_plan_leaves_out_has_its_own() -> None:
 
 
 def test_towers_of_fewer_heads_than_ranks_stay_whole() -> None:
-    tower = ProvidedPlan({"*.o": "row"}, heads={"attention.o": (4, 2)})
-    plan = ProvidedPlan({"q": "column"}, towers={"vision": tower})
-    assert plan.with_towers(4) == ProvidedPlan(
-        {"q": "column", "vision.*.o": "row"}, heads={"vision.attention.o": (4, 2)}
-    )
-    assert plan.with_towers(5) == ProvidedPlan({"q": "column"})
+    kind, config = families.class_of("internvl")
+    small = small_config(config)
+    small.text_config.num_attention_heads = 8  # The tower has 4.
+    model = kind(small)
+    for world_size in (4, 5):
+        names = [layer.name for layer in plan_for(model, world_size).layers]
+        assert any("language_model" in name for name in names)
+        assert any("vision_tower" in name for name in names) == (world_size == 4)
 
 
 def test_a_large_model_gets_the_plan_of_its_small_copy() -> None:
@@ -136,4 +137,4 @@ def test_models_that_have_no_small_form_have_no_plan() -> None:
     model, _ = small_model(transformers.BertModel, config)
     model.__class__ = Broken
     model.config.model_type = "broken"
-    assert Transformers().plan_of(model) is None
+    assert Transformers().plan_of(model, 2) is None

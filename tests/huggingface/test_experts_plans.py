@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from pipekernels import Communicator, tensor_parallelize
 from pipekernels.huggingface import load_pretrained
-from pipekernels.huggingface.small_models import small_model
+from pipekernels.huggingface.derive.small_models import small_model
 from pipekernels.tensor_parallel import (
     clip_grad_norm_,
     full_state_dict,

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from pipekernels import Communicator, tensor_parallelize
 from pipekernels.huggingface import load_pretrained
-from pipekernels.huggingface.small_models import small_model
+from pipekernels.huggingface.derive.small_models import small_model
 from pipekernels.tensor_parallel import quantize_weights, tensor_unparallelize
 from pipekernels.tensor_parallel.int8 import Int8Experts, Int8Linear
 

@@ -19,8 +19,13 @@ from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
-from pipekernels.tensor_parallel.experts import ParallelExperts, is_experts
-from pipekernels.tensor_parallel.full_layer import features_of, is_embedding, linear_classes
+from pipekernels.tensor_parallel.experts import ParallelExperts
+from pipekernels.tensor_parallel.full_layer import (
+    features_of,
+    is_embedding,
+    is_experts,
+    linear_classes,
+)
 from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans, shares
 from pipekernels.tensor_parallel.invariant import check_width
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -309,23 +314,22 @@ def of_heads(kind: Kind, heads: Heads) -> Kind | None:
 
 
 def kinds_by_name(
-    model: nn.Module, plan: Mapping[str, Kind]
-) -> tuple[dict[str, tuple[Kind, str]], set[str]]:
-    """The kind and the pattern of each module's name that ``plan`` matches, and what patterns match
-    none.
+    model: nn.Module, patterns: Mapping[str, Kind]
+) -> tuple[dict[str, Kind], set[str]]:
+    """The kind of each module's name that ``patterns`` match, and the patterns that match none.
 
     Raises:
         ValueError: patterns give a name different kinds.
     """
-    named: dict[str, tuple[Kind, str]] = {}
-    unused = set(plan)
+    kinds: dict[str, Kind] = {}
+    unused = set(patterns)
     for name, _ in model.named_modules(remove_duplicate=False):
-        for pattern, kind in plan.items():
+        for pattern, kind in patterns.items():
             if fnmatchcase(name, pattern):
                 unused.discard(pattern)
-                known, _ = named.setdefault(name, (kind, pattern))
+                known = kinds.setdefault(name, kind)
                 if known != kind:
                     raise ValueError(
                         f"the plan makes {name!r} both {known.word!r} and {kind.word!r}"
                     )
-    return named, unused
+    return kinds, unused

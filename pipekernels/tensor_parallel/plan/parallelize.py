@@ -22,8 +22,7 @@ from pipekernels.tensor_parallel.functional import shares
 from pipekernels.tensor_parallel.invariant import check_own_parameters, has_slabs
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear
 from pipekernels.tensor_parallel.plan.kinds import SUMMED, HookKind, LayerKind
-from pipekernels.tensor_parallel.plan.matching import match
-from pipekernels.tensor_parallel.plan.providers import PROVIDERS, base_of
+from pipekernels.tensor_parallel.plan.sharding_plan import base_of, providers, resolve
 from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_layers
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -188,22 +187,23 @@ def tensor_parallelize(
         return model
     # What may fail comes first: the model is unchanged then.
     base = base_of(model)
-    layers, hooked, tied, attributes = match(base, plan, comm.world_size)
+    sharding_plan = resolve(base, plan, comm.world_size)
+    layers, hooked = sharding_plan.modules(base, LayerKind), sharding_plan.modules(base, HookKind)
     if plan == "auto" and invariant:  # Not every vocabulary has slabs.
         layers = {
             layer: (name, kind)
             for layer, (name, kind) in layers.items()
             if not kind.is_of_vocabulary or has_slabs(kind.full_shape(layer)[0])
         }
-        tied = [group for group in tied if group[0] in layers]
     for module, (name, hook) in hooked.items():
         if hook == SUMMED and invariant:
             check_own_parameters(module, name)
     full_elements = _elements(model)
     shards = {m: _shard(m, name, kind, comm, invariant) for m, (name, kind) in layers.items()}
-    for first, *rest in tied:
-        for layer in rest:
-            shards[layer].weight = shards[first].weight
+    weights: dict[Any, Any] = {}  # Of shards, by those of full layers, which may share them.
+    for layer, shard in shards.items():
+        if layers[layer][1].can_tie:
+            shard.weight = weights.setdefault(layer.weight, shard.weight)
     if shards:
         _check_ranks_agree(base, layers, hooked.values(), comm)
     # From here on the model changes.
@@ -213,16 +213,28 @@ def tensor_parallelize(
                 parent._modules[name] = shards[child]
     for module, (_, hook) in hooked.items():
         hook.add_hooks(module, comm, invariant)
-    for name, values in attributes.items():
-        for attribute, by_rank in values.items():
+    for name, attributes in sharding_plan.attributes.items():
+        for attribute, by_rank in attributes.items():
             set_attribute(base.get_submodule(name), attribute, by_rank[comm.rank])
-    for provider in PROVIDERS:
+    _disable_fused_encoders(model)
+    for provider in providers():
         provider.prepare(model)
     if comm.rank == 0:
         _warn_of_uneven_dropout(base)
         if plan == "auto":
             _warn_of_whole_layers(model, full_elements, comm.world_size)
     return model
+
+
+def _disable_fused_encoders(model: nn.Module) -> None:
+    """torch's fused encoder kernel would read shards as full weights."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and sharded_layers(module):
+            # The fused kernel needs 1 (ReLU) or 2 (GELU).
+            set_attribute(module, "activation_relu_or_gelu", 0)
+        if isinstance(module, nn.TransformerEncoder) and sharded_layers(module):
+            # Only the fused kernel takes nested tensors.
+            set_attribute(module, "use_nested_tensor", False)
 
 
 def _elements(model: nn.Module) -> int:

@@ -10,10 +10,9 @@ from typing import Any, Literal
 from torch import nn
 
 from pipekernels._arguments import check_kind, integer
-from pipekernels.tensor_parallel.experts import is_experts
-from pipekernels.tensor_parallel.plan.kinds import LayerKind
-from pipekernels.tensor_parallel.plan.matching import match
-from pipekernels.tensor_parallel.plan.providers import base_of
+from pipekernels.tensor_parallel.full_layer import is_experts
+from pipekernels.tensor_parallel.plan.kinds import HookKind, LayerKind
+from pipekernels.tensor_parallel.plan.sharding_plan import base_of, resolve, without_numbers
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,12 @@ def plan_for(
     check_kind("plan", plan, (Mapping, str), "a mapping of patterns to kinds, or 'auto'")
     world_size = integer("world_size", world_size)
     base = base_of(model)
-    matched = match(base, plan, world_size)
+    sharding_plan = resolve(base, plan, world_size)
+    layers = sharding_plan.modules(base, LayerKind)
     full = sum(parameter.numel() for parameter in model.parameters())
     saved: dict[nn.Parameter, int] = {}  # Elements that a rank does without; tied ones count once.
     groups: dict[tuple[Any, ...], list[str]] = {}
-    for module, (name, kind) in matched.layers.items():
+    for module, (name, kind) in layers.items():
         shape = kind.full_shape(module)
         try:
             shard = kind.shard_shape(module, world_size)
@@ -103,22 +103,22 @@ def plan_for(
         for key, parameter in module.named_parameters():
             if key not in kind.keeps:
                 saved[parameter] = parameter.numel() * (prod(shape) - prod(shard)) // prod(shape)
-        groups.setdefault((_without_numbers(name), kind, shape, shard), []).append(name)
-    for module, (name, hook) in matched.hooked.items():
+        groups.setdefault((without_numbers(name), kind, shape, shard), []).append(name)
+    for module, (name, hook) in sharding_plan.modules(base, HookKind).items():
         own = next((tuple(p.shape) for p in module.parameters(recurse=False)), ())
-        groups.setdefault((_without_numbers(name), hook, own, own), []).append(name)
+        groups.setdefault((without_numbers(name), hook, own, own), []).append(name)
     # A row names the numbers that all its layers have in common.
-    layers = []
+    rows = []
     for (_, kind, shape, shard), names in groups.items():
         parts = zip(*(name.split(".") for name in names), strict=True)
         shown = ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
         sent = kind.sent if isinstance(kind, LayerKind) else ("", "")
         forward, backward = (text.format(*shape) for text in sent)
-        layers.append(PlannedLayer(shown, len(names), kind.word, shape, shard, forward, backward))
+        rows.append(PlannedLayer(shown, len(names), kind.word, shape, shard, forward, backward))
     held = {p: (p.numel() - saved.get(p, 0)) * p.element_size() for p in model.parameters()}
     # A token reads no experts but those that it is routed to, and one row of an embedding.
     unread = 0.0
-    for module, (name, _) in matched.layers.items():
+    for module, (name, _) in layers.items():
         if is_experts(module):
             idle = 1 - _chosen_share(base.get_submodule(name.rpartition(".")[0]), module)
             unread += idle * sum(held[p] for p in module.parameters())
@@ -126,7 +126,7 @@ def plan_for(
         unread += held[weight]
     total = sum(held.values())
     kept = full - sum(saved.values())
-    return ModelPlan(world_size, layers, full, kept, total, total - round(unread))
+    return ModelPlan(world_size, rows, full, kept, total, total - round(unread))
 
 
 def _chosen_share(block: nn.Module, experts: nn.Module) -> float:
@@ -143,7 +143,3 @@ def _only_embedded(model: nn.Module) -> set[nn.Parameter]:
         users = embedded if isinstance(module, nn.Embedding) else others
         users.update(module.parameters(recurse=False))
     return embedded - others
-
-
-def _without_numbers(name: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))

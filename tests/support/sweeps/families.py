@@ -26,7 +26,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.huggingface.small_models import small_model
+from pipekernels.huggingface.derive.small_models import small_model
 from support.checks import full_gradients
 from support.ranks import run_threads
 

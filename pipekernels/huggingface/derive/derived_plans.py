@@ -1,8 +1,8 @@
 """Plans derived from a model, where it carries none and there is no table.
 
-A small copy of the model (:mod:`pipekernels.huggingface.small_models`) runs once, and every linear
-layer's output is replaced by random numbers that autograd treats as leaves. The gradient of one
-feature of a linear layer's input then shows from which features of which layers it was computed.
+A small copy of the model (:mod:`~pipekernels.huggingface.derive.small_models`) runs once, and every
+linear layer's output is replaced by random numbers that autograd treats as leaves. The gradient of
+one feature of a linear layer's input then shows from which features of which layers it was made.
 Features that depend on each other, directly or not, form a block: an attention head, or one
 feature of an MLP. Where the layers of a group have the same blocks in the same order, the
 blocks are divided among the ranks: layers that feed others become column-parallel, the layers that
@@ -14,7 +14,7 @@ Other layers are column-parallel with gathered outputs.
 
 Two layers need not represent the others. So the plan is tried again on a small copy with all layers
 and other sizes, in evaluation and training, on one token and on a long text. The model itself must
-be like this copy: :mod:`pipekernels.huggingface.likeness`.
+be like this copy: :mod:`pipekernels.huggingface.derive.likeness`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipekernels.huggingface.likeness import (
+from pipekernels.huggingface.derive.likeness import (
     Description,
     check_alike,
     described,
     named,
     without_numbers,
 )
-from pipekernels.huggingface.small_models import small_model
-from pipekernels.huggingface.trials import (
+from pipekernels.huggingface.derive.small_models import small_model
+from pipekernels.huggingface.derive.trials import (
     Case,
     attributes_to_divide,
     cases_of,
@@ -50,7 +50,8 @@ from pipekernels.huggingface.trials import (
     tensors_of,
 )
 from pipekernels.tensor_parallel.full_layer import features_of, is_embedding, linear_classes
-from pipekernels.tensor_parallel.plan.providers import ProvidedPlan
+from pipekernels.tensor_parallel.plan.kinds import Kind, parse
+from pipekernels.tensor_parallel.plan.sharding_plan import ShardingPlan
 
 _log = logging.getLogger(__name__)
 
@@ -411,7 +412,7 @@ _known: dict[tuple[type[nn.Module], str], Derived] = {}
 _lock = threading.Lock()  # Held while one is derived: ranks may be threads.
 
 
-def derived_plan(model: Any, config: Any) -> ProvidedPlan:
+def derived_plan(model: Any, config: Any) -> ShardingPlan:
     """The derived plan for a model of transformers; empty if nothing of it can be sharded.
 
     Raises:
@@ -432,5 +433,6 @@ def derived_plan(model: Any, config: Any) -> ProvidedPlan:
     check_alike(model, derived.copy, kinds)
     counts = {n: c.blocks(model, n) for n, c in named(model, derived.counters).items()}
     heads = {name: (count, count) for name, count in counts.items()}
-    kinds |= named(model, derived.gathered)
-    return ProvidedPlan(kinds, named(model, derived.divided), heads)
+    words = kinds | named(model, derived.gathered)
+    by_name = {name: parse(word) or Kind(word) for name, word in words.items()}
+    return ShardingPlan(by_name, heads, named(model, derived.divided))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
-from pipekernels.huggingface.small_models import running_inputs
+from pipekernels.huggingface.derive.small_models import running_inputs
 from pipekernels.tensor_parallel.full_layer import features_of, linear_classes
 from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize
 from pipekernels.tensor_parallel.state import full_state_dict

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipekernels.huggingface.small_inputs import (
+from pipekernels.huggingface.derive.small_inputs import (
     TOKENS,
     VOCABULARY,
     inner_configs,
