@@ -1,7 +1,9 @@
 """How many functions, files and frames a reader goes through to follow a call."""
 
+import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from support.ranks import run_threads
 from support.walk import COMPREHENSIONS, ROOT, is_own, python_calls
 from torch import nn
 
-from pipekernels import Communicator, RowParallelLinear
+from pipekernels import Communicator, RowParallelLinear, load_pretrained, tensor_parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,6 +25,7 @@ BOUNDS = {
     "frames around a layer": 8,
     "functions of a backward": 35,
 }
+BELOW = ("pipekernels/comm/", "pipekernels/device/", "pipekernels/ops/")
 
 
 def files_of(calls: Sequence[str]) -> list[str]:
@@ -83,3 +86,32 @@ def test_a_sum_of_torch_distributed_is_a_short_walk() -> None:
         assert 0 < len(files_of(python_calls(lambda: dist.all_reduce(x)))) <= 3
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_carried_plan_is_a_short_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a Llama on the meta device, on its way to its shards. Walks end at ``BELOW``, whose files
+    the calls of communicators and tensors pass."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.delitem(sys.modules, "peft", raising=False)  # Other tests may import it.
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=30, pad_token_id=0,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        models = [transformers.LlamaForCausalLM(config) for _ in range(2)]
+
+    def upper_files(call: Callable[[], Any]) -> list[str]:
+        return [file for file in files_of(python_calls(call)) if not file.startswith(BELOW)]
+
+    def walk(comm: Communicator) -> None:
+        model = models[comm.rank]
+        sharding = upper_files(lambda: tensor_parallelize(model, "auto", comm))
+        assert 0 < len(sharding) <= 12, sharding
+        assert not any("/derive/" in file for file in sharding)
+        loading = upper_files(lambda: load_pretrained(model, tmp_path))
+        assert 0 < len(loading) <= 12, loading
+        assert not any(parameter.is_meta for parameter in model.parameters())
+
+    run_threads(2, walk)

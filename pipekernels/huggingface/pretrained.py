@@ -3,7 +3,7 @@ model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
@@ -53,11 +53,10 @@ _KINDS = {kind.__name__: kind for kind in (FileNotFoundError, ImportError, Value
 
 
 @contextmanager
-def raised_on_all(comms: Sequence[Communicator]) -> Iterator[None]:
-    """Raises an error of its body on all ranks: of one of the classes ``_KINDS``, else a
-    RuntimeError; with the rank. A collective over each of ``comms``; without one, changes nothing.
-    """
-    problem, cause = _Problem("", ""), None
+def raised_on_all(model: nn.Module) -> Iterator[None]:
+    """Raises an error of its body on all ranks of the sharded layers in ``model``: of one of the
+    classes ``_KINDS``, else a RuntimeError; with the rank. A collective."""
+    comms, problem, cause = communicators(model), _Problem("", ""), None
     try:
         yield
     except Exception as error:
@@ -93,7 +92,7 @@ def save_pretrained(
         state_dict = gather_state_dict(model, keep=writes)
     else:
         _check_full(model, state_dict)
-    with raised_on_all(comms):
+    with raised_on_all(model):
         if writes:
             shards = sharded_parameters(model).items()
             shapes = {parameter: layer.full_shape(name) for parameter, (layer, name) in shards}

@@ -12,7 +12,7 @@ from support.ranks import run_threads
 from support.sweeps import families
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.huggingface.derive.derived_plans import derive
+from pipekernels.huggingface.derive.derivation import derive
 from pipekernels.huggingface.derive.small_models import running_inputs, small_config, small_model
 from pipekernels.huggingface.plans import Transformers
 from pipekernels.tensor_parallel import plan_for

@@ -15,7 +15,7 @@ Description = dict[str, dict[str, Any]]  # Attributes by names of modules.
 Value = TypeVar("Value")
 
 
-def without_numbers(name: str) -> str:
+def pattern_of(name: str) -> str:
     """``name`` with ``*`` in place of numbers, but for a last one inside of a numbered layer, which
     may be that of a linear layer in ``nn.Sequential``."""
     *outer, last = ["*" if part.isdecimal() else part for part in name.split(".")]
@@ -24,7 +24,7 @@ def without_numbers(name: str) -> str:
 
 def named(model: nn.Module, values: Mapping[str, Value]) -> dict[str, Value]:
     """``values``, whose names have ``*``, by the full names of modules in ``model``."""
-    names = {name: without_numbers(name) for name, _ in model.named_modules()}
+    names = {name: pattern_of(name) for name, _ in model.named_modules()}
     return {name: values[wild] for name, wild in names.items() if wild in values}
 
 
@@ -80,4 +80,4 @@ def _layer_of(name: str) -> str:
 
 def _place(name: str) -> str:
     layer = _layer_of(name)
-    return layer + without_numbers(name.removeprefix(layer))
+    return layer + pattern_of(name.removeprefix(layer))

@@ -252,3 +252,9 @@ def running_inputs(model: Any, dtype: torch.dtype, length: int = TOKENS) -> dict
     if found is None:
         raise failure or ValueError(f"its main input, {model.main_input_name}, is not known here")
     return found
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The floating tensors of a model's output."""
+    values = output.values() if isinstance(output, Mapping) else [output]
+    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]

@@ -6,17 +6,18 @@ import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
-from pipekernels.huggingface.derive.small_models import running_inputs
+from pipekernels.huggingface.derive.small_models import running_inputs, tensors_of
 from pipekernels.tensor_parallel.full_layer import features_of, linear_classes
 from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize
 from pipekernels.tensor_parallel.state import full_state_dict
 
+RANKS = 2
 LENGTHS = (1, 60)
 """Of the texts on which a model is tried; a decoder's later steps have one token."""
 TOLERANCE = {torch.float64: 2**-22, torch.float32: 1e-3}
@@ -91,33 +92,31 @@ def difference(
     cases: Sequence[Case],
     plan: Mapping[str, str],
     divided: Mapping[str, Sequence[str]],
-    world_size: int,
 ) -> str | None:
-    """How the sharded model differs from ``model``; None if it does not.
+    """How the model differs when it is sharded over ``RANKS`` threads; None if it does not.
 
     Args:
         model: the whole model.
         cases: of it.
         plan: of ``tensor_parallelize``; by names.
         divided: by names of modules, attributes to divide by the number of ranks.
-        world_size: the number of ranks, which are threads.
     """
-    copies = [copy.deepcopy(model) for _ in range(world_size)]
+    copies = [copy.deepcopy(model) for _ in range(RANKS)]
 
     def on_rank(comm: Communicator, own: nn.Module) -> str | None:
         with comm:
             for name, keys in divided.items():
                 module = own.get_submodule(name)
                 for key in keys:
-                    setattr(module, key, getattr(module, key) // world_size)
+                    setattr(module, key, getattr(module, key) // RANKS)
             tensor_parallelize(own, plan, comm)
             return _difference(cases, [results(own, c.training, c.inputs) for c in cases])
 
     # A rank that fails leaves its communicator, so its peers fail too and no thread waits for ever.
-    with ThreadPoolExecutor(world_size) as pool:
+    with ThreadPoolExecutor(RANKS) as pool:
         ranks = [
             pool.submit(on_rank, comm, own)
-            for comm, own in zip(Communicator.threads(world_size), copies, strict=True)
+            for comm, own in zip(Communicator.threads(RANKS), copies, strict=True)
         ]
         try:
             return next(filter(None, [rank.result() for rank in ranks]), None)
@@ -151,9 +150,3 @@ def results(model: nn.Module, training: bool, inputs: Mapping[str, Tensor]) -> d
         parameter.data = data
     found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
     return found | {k: v.clone() for k, v in gradients.items() if v.is_floating_point()}
-
-
-def tensors_of(output: Any) -> list[Tensor]:
-    """The floating tensors of a model's output."""
-    values = output.values() if isinstance(output, Mapping) else [output]
-    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]

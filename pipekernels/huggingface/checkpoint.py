@@ -1,0 +1,221 @@
+"""The tensors of a checkpoint: a folder of safetensors files, read slice by slice.
+
+A checkpoint is a mapping of names to functions, each of which opens a tensor for reading by slices
+(``get_shape``, ``get_dtype``, ``[...]``), as safetensors does. A format that keeps a tensor of the
+model in several tensors is a class with these methods, such as :class:`Stacked`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Slice: TypeAlias = Callable[[], Any]  # Gives safetensors' slice of a whole tensor.
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DISTRIBUTED = "shard-*-model-*-of-*.safetensors"  # from_pretrained prefers these to the others.
+_PART = re.compile(r"(.+)\.[a-z_]*(scale|block|quant|absmax|zero)[a-z_]*(\..+)?")
+
+
+def checkpoint_for(model: nn.Module, folder: Path) -> dict[str, Slice]:
+    """Every tensor of the files in ``folder``, by its name there and by those that transformers
+    gives it in ``model``; raises as :func:`load_pretrained`."""
+    files = _slices(folder)
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return files
+    try:
+        mapping: Any = import_module("transformers.conversion_mapping")
+    except ImportError:  # Before transformers 5, names are the same.
+        return files
+    transforms = mapping.get_model_conversion_mapping(model)
+    # Others have operations that make tensors of tensors.
+    renamings = [transform for transform in transforms if not hasattr(transform, "operations")]
+    renamed = {}
+    for key, tensor in files.items():
+        for renaming in renamings:
+            key, _ = renaming.rename_source_key(key)
+        renamed[key] = tensor
+    return {**_stacked(renamed, transforms), **renamed, **files}
+
+
+def _slices(folder: Path) -> dict[str, Slice]:
+    """Every tensor of the files."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("load_pretrained needs safetensors: pip install safetensors") from error
+    places: dict[str, str] = {}
+    for name in _files_in(folder):
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                places |= dict.fromkeys(file.keys(), name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{folder / name} is not a file of safetensors: {error}; copy it there again"
+            ) from error
+
+    # Each opens its file anew: what was read of a mapped file is memory of this process until the
+    # mapping ends, with the last slice or view of it.
+    def slice_of(key: str, name: str) -> Any:
+        with safe_open(folder / name, framework="pt") as file:
+            return file.get_slice(key)
+
+    return {key: partial(slice_of, key, name) for key, name in places.items()}
+
+
+def _files_in(folder: Path) -> list[str]:
+    """The files of the weights that ``from_pretrained`` takes, in its order: a tensor is that of
+    the last file that has it, wherever an index has it."""
+    chosen = _fields(folder / "config.json").get("transformers_weights")
+    shards = [] if chosen else sorted(path.name for path in folder.glob(_DISTRIBUTED))
+    present = (name for name in (_SINGLE, _INDEX) if (folder / name).is_file())
+    name = chosen or next(present, None)
+    if shards or name is None:
+        others = shards or sorted(path.name for path in folder.glob("*model*"))
+        raise FileNotFoundError(
+            f"{folder} has neither {_SINGLE} nor {_INDEX} alone, but {others[:8] or 'no weights'}; "
+            "load the model by from_pretrained, and save it with save_pretrained(folder), which "
+            "writes them"
+        )
+    by_config = _beside(folder / "config.json", "transformers_weights", [name])
+    if not name.endswith(".index.json"):
+        return by_config
+    places = _fields(folder / name).get("weight_map")
+    values = places.values() if isinstance(places, dict) else [places]
+    names = _beside(folder / name, "weight_map", values)
+    if missing := [each for each in names if not (folder / each).is_file()]:
+        raise FileNotFoundError(
+            f"{folder / name} names {', '.join(missing)}, which {folder} lacks; copy all files of "
+            "the checkpoint there"
+        )
+    return names
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty if there is no file. Raises ValueError for other content."""
+    try:
+        fields = json.loads(path.read_text()) if path.is_file() else {}
+        if isinstance(fields, dict):
+            return fields
+    except (ValueError, RecursionError) as error:
+        fields = error
+    raise ValueError(f"{path} has no JSON object, but {fields!r:.200}; copy it there again")
+
+
+def _beside(path: Path, field: str, names: Iterable[Any]) -> list[str]:
+    """``names`` without repetitions, sorted; ValueError unless all are of files beside ``path``,
+    which may come from anywhere."""
+    wrong = [n for n in names if not isinstance(n, str) or Path(n).name != n or "\0" in n]
+    if wrong:
+        raise ValueError(
+            f"{field} of {path} must name files beside it, got "
+            f"{', '.join(sorted(set(map(str, wrong))))[:200]}; save the model with "
+            "save_pretrained(folder)"
+        )
+    return sorted(set(names))
+
+
+def check_not_quantized(
+    folder: Path, files: Mapping[str, Slice], keys: Sequence[str | None]
+) -> None:
+    """Raise ValueError if the files hold weights that are no values by themselves: the
+    configuration beside them says so, or a tensor is a part of another, such as its scale."""
+    fields = _fields(folder / "config.json")
+    found = "quantization_config" if fields.get("quantization_config") else None
+    for key in files if found is None else ():
+        part = None if key in keys else _PART.fullmatch(key)
+        if part is not None and (part[1] in keys or f"{part[1]}.weight" in keys):
+            found = key
+            break
+    if found is not None:
+        raise ValueError(
+            f"the weights in {folder} are quantized: they have {found!r}, and load_pretrained "
+            "applies no scales; load the model by from_pretrained with dequantize=True in its "
+            "quantization config, and shard it then"
+        )
+
+
+class Stacked:
+    """``[experts, rows, columns]``, read like a slice of safetensors: only the requested part.
+
+    Args:
+        fused: for each of the matrices that are joined along the rows, such as gate and up, its
+            tensors ``[rows, columns]`` by expert.
+    """
+
+    def __init__(self, fused: list[list[Slice]]) -> None:
+        self._fused = fused
+        self._rows = [matrix[0]().get_shape()[0] for matrix in fused]
+        self._columns = fused[0][0]().get_shape()[1]
+
+    def get_shape(self) -> list[int]:
+        """Experts, rows and columns."""
+        return [len(self._fused[0]), sum(self._rows), self._columns]
+
+    def get_dtype(self) -> str:
+        """The dtype of the first, by safetensors' name."""
+        return str(self._fused[0][0]().get_dtype())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Read a range of each dimension; of dimensions that ``index`` leaves out, all."""
+        given = index if isinstance(index, tuple) else ()
+        ranges = [*given, *[slice(None)] * (3 - len(given))]
+        experts, rows, columns = (
+            range(size)[part] for part, size in zip(ranges, self.get_shape(), strict=True)
+        )
+        own_columns = slice(columns.start, columns.stop)
+        stacked, start = [], 0
+        for matrix, size in zip(self._fused, self._rows, strict=True):
+            begin, end = max(rows.start, start), min(rows.stop, start + size)
+            if begin < end:
+                own_rows = slice(begin - start, end - start)
+                stacked.append(torch.stack([matrix[e]()[own_rows, own_columns] for e in experts]))
+            start += size
+        return torch.cat(stacked, 1)
+
+
+def _stacked(files: Mapping[str, Slice], transforms: Iterable[Any]) -> dict[str, Slice]:
+    """The tensors that transformers makes of several of ``files`` by stacking, by their names in a
+    model. Those that it makes otherwise are left out.
+
+    Args:
+        files: by their names in the model, where these differ only.
+        transforms: of transformers' mapping for the model.
+    """
+    found: dict[str, Slice] = {}
+    for transform in filter(_stacks, transforms):
+        parts: dict[str, dict[str, dict[int, Slice]]] = defaultdict(lambda: defaultdict(dict))
+        for key, tensor in files.items():
+            name, source = transform.rename_source_key(key)
+            if source is not None:
+                expert = int(re.findall(r"\.(\d+)\.", key)[-1])
+                parts[name][source][expert] = tensor
+        for name, by_source in parts.items():
+            if by_source.keys() != set(transform.source_patterns):
+                continue
+            fused = [by_source[source] for source in transform.source_patterns]
+            if all(sorted(matrix) == list(range(len(fused[0]))) for matrix in fused):
+                own = [[matrix[i] for i in range(len(matrix))] for matrix in fused]
+                found[name] = partial(Stacked, own)
+    return found
+
+
+def _stacks(transform: Any) -> bool:
+    """Whether ``transform`` stacks experts, and joins matrices along their rows."""
+    steps = [
+        (type(operation).__name__, getattr(operation, "dim", None))
+        for operation in getattr(transform, "operations", ())
+    ]
+    return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])

@@ -1,0 +1,220 @@
+"""Which features of linear layers are computed from which others.
+
+A small model runs once, and every linear layer's output is replaced by random numbers that autograd
+treats as leaves. The gradient of one feature of a linear layer's input then shows from which
+features of which layers it was computed. Features that depend on each other, directly or not, form
+a block: an attention head, or one feature of an MLP.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipekernels.huggingface.derive.likeness import pattern_of
+from pipekernels.huggingface.derive.small_models import tensors_of
+from pipekernels.tensor_parallel.full_layer import features_of, is_embedding, linear_classes
+
+MOST_FEATURES = 3600
+"""Most input features of all linear layers together: each takes a backward."""
+
+
+class Flow:
+    """From which features of which layers' outputs the input of each linear layer is computed.
+
+    Attributes:
+        model: the small model, which runs once.
+        layers: its linear layers by name.
+        sources: by layer, by those that feed it: bool, [its input features, their output features].
+
+    Raises:
+        ValueError: there are more than ``MOST_FEATURES``.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+        self.model = model
+        self.layers = {n: m for n, m in model.named_modules() if type(m) in linear_classes()}
+        names = {layer: name for name, layer in self.layers.items()}
+        entered: dict[str, list[Tensor]] = defaultdict(list)
+        self._leaves: list[tuple[str, Tensor]] = []
+
+        def enter(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+            entered[names[layer]].append(arguments[0])
+
+        def leave(layer: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+            # Random, so that no activation of a small model is zero everywhere.
+            leaf = torch.randn_like(output, requires_grad=True)
+            self._leaves.append((names[layer], leaf))
+            return leaf.clone()
+
+        with ExitStack() as hooks:
+            for layer in names:
+                hooks.enter_context(layer.register_forward_pre_hook(enter))
+                hooks.enter_context(layer.register_forward_hook(leave))
+            outputs = tensors_of(model(**inputs))
+        features = sum(x.shape[-1] for tensors in entered.values() for x in tensors)
+        if features > MOST_FEATURES:
+            raise ValueError(f"the small copy has {features} features, more than {MOST_FEATURES}")
+        self.sources = {name: self._sources_of(tensors) for name, tensors in entered.items()}
+        # Layers that reach an output without passing another linear layer stay whole.
+        self._exposed: set[str] = set()
+        for output in outputs:
+            if output.requires_grad:
+                self._exposed |= self._reached((output * torch.randn_like(output)).sum()).keys()
+
+    def groups(self) -> list[Group]:
+        """Layers that feed others, with all the layers that they feed."""
+        found: list[tuple[dict[str, None], dict[str, None]]] = []  # Dicts keep the order.
+        for name, sources in self.sources.items():
+            joined = [group for group in found if not group[0].keys().isdisjoint(sources)]
+            if not joined:
+                joined = [({}, {})]
+                found += joined
+            producers, consumers = joined[0]
+            for other in joined[1:]:
+                producers |= other[0]
+                consumers |= other[1]
+                found.remove(other)
+            producers |= dict.fromkeys(sources)
+            consumers[name] = None
+        return [Group(self, *g) for g in found if g[0] and self._exposed.isdisjoint(g[0])]
+
+    def _reached(self, scalar: Tensor) -> dict[str, Tensor]:
+        """By layers of whose outputs ``scalar`` is computed: bool, [output features]."""
+        leaves = [leaf for _, leaf in self._leaves]
+        found: dict[str, Tensor] = {}
+        if leaves:
+            grads = torch.autograd.grad(scalar, leaves, retain_graph=True, allow_unused=True)
+            for (name, _), grad in zip(self._leaves, grads, strict=True):
+                if grad is not None:
+                    features = (grad.reshape(-1, grad.shape[-1]) != 0).any(0)
+                    found[name] = found[name] | features if name in found else features
+        return {name: features for name, features in found.items() if features.any()}
+
+    def _sources_of(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for x in tensors:
+            if not x.requires_grad:
+                continue
+            columns = x.reshape(-1, x.shape[-1]).T
+            # A gradient for each feature; weights of the rows, so that none cancel out.
+            weights = torch.randn(columns.shape[1], dtype=x.dtype)
+            for k, column in enumerate(columns):
+                for name, features in self._reached(weights @ column).items():
+                    none = torch.zeros(len(columns), len(features), dtype=torch.bool)
+                    found.setdefault(name, none)[k] |= features
+        return found
+
+
+class Group:
+    """Layers that feed others, all the layers that they feed, and the blocks of their features.
+
+    Attributes:
+        layers: their names, as patterns (:func:`pattern_of`).
+        count: how many blocks there are.
+        size: the fewest features of a layer in one.
+    """
+
+    def __init__(self, flow: Flow, producers: Iterable[str], consumers: Iterable[str]) -> None:
+        self._model = flow.model
+        self._producers, self._consumers = list(producers), list(consumers)
+        self.layers = {pattern_of(name) for name in (*producers, *consumers)}
+        # The features of all layers in a row, those of consumers first. Each gets the least number
+        # of the features that it depends on, directly or not.
+        widths = {(name, True): features_of(flow.layers[name])[0] for name in consumers}
+        widths |= {(name, False): features_of(flow.layers[name])[1] for name in producers}
+        total = sum(widths.values())
+        numbers = torch.arange(total)
+        by_layer = dict(zip(widths, numbers.split([*widths.values()]), strict=True))
+        before = None
+        while before is None or not numbers.equal(before):
+            before = numbers.clone()
+            for consumer in self._consumers:
+                for producer, matrix in flow.sources[consumer].items():
+                    a, b = by_layer[consumer, True], by_layer[producer, False]
+                    least = torch.where(matrix, torch.minimum(a[:, None], b), total)
+                    a.copy_(torch.minimum(a, least.amin(1)))
+                    b.copy_(torch.minimum(b, least.amin(0)))
+        blocks, numbers = numbers.unique(return_inverse=True)
+        self.count = len(blocks)
+        # By layer, and whether its input or its output: blocks, and how many features of each
+        # follow one another.
+        self._runs = {
+            key: [(block, len(list(same))) for block, same in groupby(part.tolist())]
+            for key, part in zip(widths, numbers.split([*widths.values()]), strict=True)
+        }
+        self.size = min(size for runs in self._runs.values() for _, size in runs)
+
+    def kinds(self, ranks: int) -> dict[str, str] | None:
+        """By patterns; None if the blocks cannot be divided among ranks."""
+        if self.count < ranks or self.count % ranks:
+            return None
+        fused = {name: self._fused(self._runs[name, False]) for name in self._producers}
+        fed = [self._fused(self._runs[name, True]) for name in self._consumers]
+        if 0 in fused.values() or set(fed) != {1}:
+            return None
+        found = {
+            pattern_of(name): "column" if count == 1 else f"packed_column:{count}"
+            for name, count in fused.items()
+        }
+        return found | dict.fromkeys(map(pattern_of, self._consumers), "row")
+
+    def _fused(self, runs: list[tuple[int, int]]) -> int:
+        """How many layers are fused into one, each of which has every block once, in order, all of
+        one size; 0 if the layer is not so."""
+        fused = len(runs) // self.count
+        in_order = [block for block, _ in runs] == list(range(self.count)) * fused
+        return fused if in_order and len({size for _, size in runs}) == 1 else 0
+
+    def _owners(self) -> dict[str, nn.Module]:
+        """The modules around the layers that feed others."""
+        names = dict.fromkeys(name.rpartition(".")[0] for name in self._producers)
+        return {name: self._model.get_submodule(name) for name in names}
+
+    def norms(self) -> dict[str, str]:
+        """Kinds of modules beside the producers whose parameters all heads share, such as norms of
+        queries and keys."""
+        found = {}
+        # Of one head or several.
+        size = sum(own for _, own in self._runs[self._consumers[0], True]) // self.count
+        for name, owner in self._owners().items():
+            for child, module in owner.named_children():
+                shapes = [tuple(parameter.shape) for parameter in module.parameters()]
+                is_shared = all(len(shape) == 1 and size % shape[0] == 0 for shape in shapes)
+                if shapes and is_shared and not isinstance(module, linear_classes()):
+                    found[pattern_of(f"{name}.{child}")] = "replicated_with_grad_allreduce"
+        return found
+
+    def per_head(self) -> dict[str, str]:
+        """Kinds of modules whose parameters may have an element for each head: owners of producers,
+        and embeddings beside or around these, which may be biases of positions."""
+        found = {}
+        for name, owner in self._owners().items():
+            shapes = [parameter.shape for parameter in owner.parameters(recurse=False)]
+            sizes = [next((size for size in shape if size > 1), 1) for shape in shapes]
+            if sizes and not any(size % self.count for size in sizes):
+                found[pattern_of(name)] = "split_parameters"
+            for other, module in self._model.named_modules():
+                is_around = f"{name}.".startswith(f"{other.rpartition('.')[0]}.")
+                if is_around and is_embedding(module) and module.embedding_dim == self.count:
+                    found[pattern_of(other)] = "split_output"
+        return found
+
+    def head_size(self) -> tuple[str, str, str, int] | None:
+        """Where an attribute has the size of a block: the module, the attribute, the layer with
+        these blocks, and how often it repeats each; as patterns."""
+        for name in self._producers:
+            runs = self._runs[name, False]
+            for depth in (1, 2):  # Some wrap a linear layer.
+                owner = ".".join(name.split(".")[:-depth])
+                for key, value in vars(self._model.get_submodule(owner)).items():
+                    if "head" in key and value == self.size == min(size for _, size in runs):
+                        place = pattern_of(owner), key, pattern_of(name)
+                        return *place, len(runs) // self.count
+        return None
