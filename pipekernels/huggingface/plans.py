@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from types import MethodType
 from typing import Any, TypeAlias, TypeVar
@@ -32,15 +32,14 @@ _log = logging.getLogger(__name__)
 V = TypeVar("V")
 _Table: TypeAlias = tuple[dict[str, str], dict[str, tuple[str, ...]]]
 
-_METHODS = {
+_METHODS: dict[str, Callable[..., Any]] = {
     "save_pretrained": save_pretrained,
     "resize_token_embeddings": resize_token_embeddings,
-}
-_METHODS_OF_GENERATION = {
     "generate": generate,
     "_get_stopping_criteria": get_stopping_criteria,
     "_get_static_cache_init_shape": unknown_cache_shape,
 }
+"""What models with sharded layers do otherwise, of what their classes have."""
 
 
 class Transformers(PlanProvider):
@@ -50,16 +49,16 @@ class Transformers(PlanProvider):
 
     def plan_of(self, model: nn.Module, world_size: int) -> ShardingPlan | None:
         plan = _plan_of(model)
-        plan = plan and _joined(plan, _towers(model, plan, world_size))
+        plan = plan and _with_towers(model, plan, world_size)
         return plan if plan and plan.kinds else None
 
     def prepare(self, model: nn.Module) -> None:
         transformers: Any = sys.modules["transformers"]
         for module in model.modules():
             if isinstance(module, transformers.PreTrainedModel) and sharded_layers(module):
-                others = _METHODS_OF_GENERATION if module.can_generate() else {}
-                for name, method in (_METHODS | others).items():
-                    set_attribute(module, name, MethodType(method, module))
+                for name, method in _METHODS.items():
+                    if hasattr(type(module), name):
+                        set_attribute(module, name, MethodType(method, module))
         base = base_of(model)
         if hasattr(getattr(base, "config", None), "output_attentions") and sharded_layers(base):
             add_forward_pre_hook(base, warn_of_attentions, with_kwargs=True)
@@ -86,10 +85,10 @@ def _plan_of(model: nn.Module) -> ShardingPlan | None:
         for pattern, keys in divided.items()
         if fnmatchcase(name, pattern)
     }
-    plan = ShardingPlan(kinds, _heads(model, kinds, config), owners)
+    plan = ShardingPlan(kinds, _heads(model, kinds), owners)
     names_attention = any("attn" in name or "attention" in name for name in named)
     if not words or (carried and not names_attention):
-        plan = _with_derived(model, plan, derived_plan(model, config))
+        plan = _with_derived(plan, derived_plan(model, _heads))
     # What plans leave out: experts, of which every rank holds a part of each, and the output head.
     for name, module in model.named_modules():
         if is_experts(module):
@@ -100,41 +99,38 @@ def _plan_of(model: nn.Module) -> ShardingPlan | None:
     return plan
 
 
-def _joined(plan: ShardingPlan, other: ShardingPlan, prefix: str = "") -> ShardingPlan:
-    """Both plans, with ``prefix`` before the names of the other one."""
+def _joined(plan: ShardingPlan, tower: ShardingPlan, prefix: str) -> ShardingPlan:
+    """Both plans, with ``prefix`` before the names of the tower's."""
 
     def named(values: Mapping[str, V]) -> dict[str, V]:
         return {prefix + name: value for name, value in values.items()}
 
     return ShardingPlan(
-        plan.kinds | named(other.kinds),
-        {**plan.heads, **named(other.heads)},
-        {**plan.divided, **named(other.divided)},
+        plan.kinds | named(tower.kinds),
+        {**plan.heads, **named(tower.heads)},
+        {**plan.divided, **named(tower.divided)},
     )
 
 
-def _towers(model: nn.Module, plan: ShardingPlan, world_size: int) -> ShardingPlan:
-    """The plans of the outermost models inside ``model`` of which ``plan`` names nothing. A tower
-    with fewer heads than ranks stays whole."""
-    found = ShardingPlan({})
-    towers: tuple[str, ...] = ()
+def _with_towers(model: nn.Module, plan: ShardingPlan, world_size: int) -> ShardingPlan:
+    """``plan``, with those of the models inside ``model`` of which it names nothing. A tower with
+    fewer heads than ranks stays whole."""
+    planned = set(plan.kinds)
     for name, module in model.named_modules():
         prefix = f"{name}."
         is_model = name != "" and hasattr(module, "main_input_name")
-        has_plan = any(planned.startswith(prefix) for planned in plan.kinds)
-        if not is_model or has_plan or name.startswith(towers):
+        if not is_model or any(other.startswith(prefix) for other in planned):
             continue
         try:
-            own = _plan_of(module)
+            tower = _plan_of(module)
         except ValueError as error:
             _log.info("%s of %s stays whole: %s", name, type(model).__name__, error)
             continue
-        if own is not None:
-            towers += (prefix,)
-            inner = _towers(module, own, world_size)
-            has_heads = all(count >= world_size for count, _ in own.heads.values())
-            found = _joined(found, _joined(own, inner) if has_heads else inner, prefix)
-    return found
+        if tower is not None:
+            planned |= {prefix + inner for inner in tower.kinds}
+            if all(count >= world_size for count, _ in tower.heads.values()):
+                plan = _joined(plan, tower, prefix)
+    return plan
 
 
 def _check_functions(model: nn.Module, plan: ShardingPlan) -> None:
@@ -149,7 +145,7 @@ def _check_functions(model: nn.Module, plan: ShardingPlan) -> None:
             )
 
 
-def _with_derived(model: Any, plan: ShardingPlan, derived: ShardingPlan) -> ShardingPlan:
+def _with_derived(plan: ShardingPlan, derived: ShardingPlan) -> ShardingPlan:
     """``plan``, completed by a derived one for layers that it does not name."""
     left = {name: kind for name, kind in derived.kinds.items() if name not in plan.kinds}
     divided = {
@@ -157,14 +153,7 @@ def _with_derived(model: Any, plan: ShardingPlan, derived: ShardingPlan) -> Shar
         for owner, keys in derived.divided.items()
         if any(name.startswith(f"{owner}.") for name in left)
     }
-    # A derived plan counts groups of a key head and its queries. The configuration counts the
-    # queries as well, but may be of another attention than this one.
-    counted = dict(derived.heads) | _heads(model, left, model.config)
-    heads = {
-        name: counted[name] if counted[name][1] == own[1] else own
-        for name, own in derived.heads.items()
-    }
-    return ShardingPlan(left | plan.kinds, heads, divided)
+    return ShardingPlan(left | plan.kinds, derived.heads, divided)
 
 
 def _adapted(model: nn.Module, kinds: Mapping[str, Kind], config: Any) -> dict[str, Kind]:
@@ -191,13 +180,13 @@ _COUNTS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 _ATTENTION = re.compile(r".*(attn|attention)[^.]*", re.IGNORECASE)
 
 
-def _heads(model: nn.Module, kinds: Mapping[str, Kind], config: Any) -> dict[str, Heads]:
+def _heads(model: Any, kinds: Mapping[str, Any]) -> dict[str, Heads]:
     """The heads of modules of attention that a plan names."""
     found: dict[str, Heads] = {}
     for name, _ in model.named_modules():
         attention = _ATTENTION.match(name)
         if attention and name in kinds:
-            heads, keys = _counts(model.get_submodule(attention[0]), config)
+            heads, keys = _counts(model.get_submodule(attention[0]), model.config)
             of_keys = {"k_proj", "v_proj"}.intersection(name.split("."))
             found[name] = (keys, keys) if of_keys else (heads, keys)
     return found

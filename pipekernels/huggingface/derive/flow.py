@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from itertools import groupby
+from itertools import combinations, groupby
 from typing import Any
 
 import torch
@@ -172,9 +172,9 @@ class Group:
         in_order = [block for block, _ in runs] == list(range(self.count)) * fused
         return fused if in_order and len({size for _, size in runs}) == 1 else 0
 
-    def _owners(self) -> dict[str, nn.Module]:
-        """The modules around the layers that feed others."""
-        names = dict.fromkeys(name.rpartition(".")[0] for name in self._producers)
+    def _owners(self, *layers: str) -> dict[str, nn.Module]:
+        """The modules around ``layers``."""
+        names = dict.fromkeys(name.rpartition(".")[0] for name in layers)
         return {name: self._model.get_submodule(name) for name in names}
 
     def norms(self) -> dict[str, str]:
@@ -183,7 +183,7 @@ class Group:
         found = {}
         # Of one head or several.
         size = sum(own for _, own in self._runs[self._consumers[0], True]) // self.count
-        for name, owner in self._owners().items():
+        for name, owner in self._owners(*self._producers).items():
             for child, module in owner.named_children():
                 shapes = [tuple(parameter.shape) for parameter in module.parameters()]
                 is_shared = all(len(shape) == 1 and size % shape[0] == 0 for shape in shapes)
@@ -195,7 +195,7 @@ class Group:
         """Kinds of modules whose parameters may have an element for each head: owners of producers,
         and embeddings beside or around these, which may be biases of positions."""
         found = {}
-        for name, owner in self._owners().items():
+        for name, owner in self._owners(*self._producers).items():
             shapes = [parameter.shape for parameter in owner.parameters(recurse=False)]
             sizes = [next((size for size in shape if size > 1), 1) for shape in shapes]
             if sizes and not any(size % self.count for size in sizes):
@@ -206,15 +206,29 @@ class Group:
                     found[pattern_of(other)] = "split_output"
         return found
 
-    def head_size(self) -> tuple[str, str, str, int] | None:
-        """Where an attribute has the size of a block: the module, the attribute, the layer with
-        these blocks, and how often it repeats each; as patterns."""
-        for name in self._producers:
-            runs = self._runs[name, False]
-            for depth in (1, 2):  # Some wrap a linear layer.
-                owner = ".".join(name.split(".")[:-depth])
-                for key, value in vars(self._model.get_submodule(owner)).items():
-                    if "head" in key and value == self.size == min(size for _, size in runs):
-                        place = pattern_of(owner), key, pattern_of(name)
-                        return *place, len(runs) // self.count
-        return None
+    def attributes(self) -> list[dict[str, list[str]]]:
+        """What to try in turn, by patterns: attributes with numbers of heads, of their features."""
+        # The layers' owners may hold a number of heads, of features of all heads, or of neither.
+        features = {sum(size for _, size in runs) for runs in self._runs.values()}
+        if features == {self.count}:
+            return [{}]  # Each feature by itself: there are no heads.
+        heads, sizes = set[str](), set[str]()
+        owners = self._owners(*self._producers, *self._consumers)
+        for owner in owners.values():
+            for key, value in vars(owner).items():
+                if type(value) is int and value > 1 and value % self.count == 0:
+                    if "head" in key and not any(word in key for word in ("dim", "size")):
+                        heads.add(key)
+                    elif value in features - {self.count}:
+                        sizes.add(key)
+        # All that count heads or none, with up to two that count features, fewest first.
+        return [
+            {
+                pattern_of(n): own
+                for n, o in owners.items()
+                if (own := sorted(keys & vars(o).keys()))
+            }
+            for count in range(3)
+            for some in combinations(sorted(sizes), count)
+            for keys in ((heads | set(some), set(some)) if heads else (set(some),))
+        ]

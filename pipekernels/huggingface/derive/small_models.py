@@ -1,8 +1,10 @@
-"""Small copies of models of transformers: the same structure, a few features, random weights."""
+"""Small copies of models of transformers: the same structure, a few features, random weights; and
+inputs that they take: tokens, images and sound, in the usual layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
 from typing import Any
@@ -10,74 +12,68 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipekernels.huggingface.derive.small_inputs import (
-    TOKENS,
-    VOCABULARY,
-    inner_configs,
-    inputs_for,
-)
 from pipekernels.tensor_parallel.full_layer import linear_classes
 
-LAYERS, KEYS, LENGTH = 2, 2, 64
-_SMALL = {"width": 32, "inner": 48, "queries": 4, "states": 64, "state_heads": 8}
+VOCABULARY, TOKENS, FRAMES, PATCHES = 61, 7, 128, 16
+LAYERS = 2
+_SMALL = {
+    "width": 32, "inner": 48, "queries": 4, "states": 64, "state_heads": 8,
+    "layers": LAYERS, "first": 1, "none": 0,
+}  # fmt: skip
 # Of a copy with all layers. Half are 13 features and 3 heads: what computes in groups of several
 # does not fit them, and is not taken for what computes in single ones.
 _DEEP = {"width": 48, "inner": 26, "queries": 6, "states": 96, "state_heads": 12}
-_SAME = {"layers": LAYERS, "keys": KEYS, "length": LENGTH, "vocabulary": VOCABULARY}
 # In each line a size, by name or number, and the fields of configurations that have it. States are
 # twice the width, in heads of 8 features each.
-_SIZES = """
-width hidden_size hidden_sizes d_model n_embd dim embed_dim embedding_size d_embed emb_dim model_dim
-width word_embed_proj_dim projection_dim attention_hidden_size lru_width conv_dim output_hidden_size
-width cross_attention_hidden_size out_hidden_size text_hidden_size audio_hidden_size d_latents
-width projector_hidden_size projection_hidden_dim entity_emb_size text_embed_dim visual_feat_dim
-width embed_dim_per_stage
-inner intermediate_size ffn_dim d_ff n_inner hidden_dim encoder_ffn_dim decoder_ffn_dim inner_dim
-inner moe_intermediate_size shared_expert_intermediate_size ffn_hidden_size mlp_dim block_ff_dim
+_SIZES = f"""
+width hidden_size hidden_sizes d_model n_embd dim embed_dim embedding_size emb_dim lru_width
+width word_embed_proj_dim projection_dim attention_hidden_size output_hidden_size audio_hidden_size
+width cross_attention_hidden_size out_hidden_size text_hidden_size d_latents embed_dim_per_stage
+width projector_hidden_size projection_hidden_dim entity_emb_size visual_feat_dim conv_dim
+inner intermediate_size ffn_dim d_ff n_inner hidden_dim encoder_ffn_dim decoder_ffn_dim
+inner moe_intermediate_size shared_expert_intermediate_size ffn_hidden_size mlp_dim
 inner shared_intermediate_size dim_ff d_inner expert_ffn_hidden_size moe_hidden_size dff
 inner moe_shared_expert_intermediate_size projection_intermediate_size
 layers num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers depth
-layers num_decoder_layers num_encoder_layers
+layers num_decoder_layers num_encoder_layers attn_layer_period
+first first_k_dense_replace depths blocks_per_stage attn_layer_indices attn_layer_offset
+none num_kv_shared_layers
 queries num_attention_heads n_head n_heads num_heads encoder_attention_heads moe_num_experts
 queries decoder_attention_heads num_experts num_local_experts n_routed_experts
 queries num_attention_heads_per_layer num_attention_heads_per_stage
-keys num_key_value_heads num_experts_per_tok num_experts_per_token num_kv_heads moe_k top_k_experts
-keys n_groups attn_layer_period
-vocabulary vocab_size decoder_vocab_size vocab_size_per_layer_input entity_vocab_size
-vocabulary unpadded_vocab_size encoder_hash_byte_group_vocab src_vocab_size tgt_vocab_size
+2 num_key_value_heads num_experts_per_tok num_experts_per_token num_kv_heads moe_k top_k_experts
+2 n_groups eos_token_id
+{VOCABULARY} vocab_size decoder_vocab_size vocab_size_per_layer_input entity_vocab_size
+{VOCABULARY} unpadded_vocab_size encoder_hash_byte_group_vocab src_vocab_size tgt_vocab_size
 states mamba_d_ssm
 state_heads mamba_n_heads mamba_num_heads
 16 kv_lora_rank q_lora_rank qk_head_dim mamba_d_state mamba_chunk_size ssm_state_size
 8 qk_nope_head_dim qk_rope_head_dim v_head_dim mamba_d_head mamba_head_dim
-1 n_group topk_group first_k_dense_replace depths blocks_per_stage n_shared_experts num_expert_group
-1 num_shared_experts attn_layer_indices attn_layer_offset bos_token_id decoder_start_token_id
+1 n_group topk_group n_shared_experts num_expert_group num_shared_experts bos_token_id
+1 decoder_start_token_id
 8 head_dim dim_head d_kv kv_channels rotary_dim hidden_size_per_layer_input laurel_rank
-length max_position_embeddings n_positions n_ctx max_source_positions max_target_positions
-length max_seq_len
+64 max_position_embeddings n_positions n_ctx max_source_positions max_target_positions max_seq_len
 32 image_size
 16 num_conv_pos_embeddings num_mel_bins
 4 patch_size attention_window
-0 pad_token_id num_kv_shared_layers
-2 eos_token_id
+0 pad_token_id
 """
 
 
 def _fields(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes by fields, without those of which ``sizes`` has none."""
     found: dict[str, int] = {}
     for size, *fields in map(str.split, _SIZES.strip().splitlines()):
-        found |= dict.fromkeys(fields, int(size) if size.isdecimal() else sizes[size])
+        if size.isdecimal() or size in sizes:
+            found |= dict.fromkeys(fields, int(size) if size.isdecimal() else sizes[size])
     return found
 
 
-_FIELDS, _DEEP_FIELDS = _fields(_SAME | _SMALL), _fields(_SAME | _DEEP)
+_FIELDS, _DEEP_FIELDS = _fields(_SMALL), _fields(_DEEP)
 _COUNTS = [field for field, size in _FIELDS.items() if size == LAYERS and "layer" in field]
 _FILLED = (
     "head_dim", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "vocab_size",
     "pad_token_id", "num_key_value_heads",
-)  # fmt: skip
-_OF_LAYERS = (
-    "first_k_dense_replace", "depths", "blocks_per_stage", "attn_layer_indices",
-    "attn_layer_offset", "attn_layer_period", "num_kv_shared_layers", "depth",
 )  # fmt: skip
 MOST_PARAMETERS = 20_000_000
 
@@ -95,14 +91,15 @@ def small_config(config: Any, *, filled: bool = False, deep: bool = False) -> An
         ValueError: its class takes no such sizes.
     """
     kept: dict[str, Any] = config.to_dict()
-    layers = None if deep else _sampled_layers(kept)
-    fields = {name: _small(name, value, kept, layers) for name, value in kept.items()}
+    layers = range(_count(kept)) if deep else _sampled_layers(kept)
+    sizes = _DEEP_FIELDS if deep else _FIELDS
+    fields = {name: _small(name, value, kept, layers, sizes) for name, value in kept.items()}
     # What a configuration leaves to its class may not fit the small sizes.
     if filled:
         missing = [name for name in _FILLED if name in kept and kept[name] is None]
         fields |= {name: _FIELDS[name] for name in missing}
         if "layer_types" in kept and not kept["layer_types"]:
-            fields["layer_types"] = ["full_attention"] * (_count(kept) if deep else LAYERS)
+            fields["layer_types"] = ["full_attention"] * len(layers)
         if set(fields.get("layer_types") or ()) == {"linear_attention"}:
             fields["layer_types"] = ["linear_attention", "full_attention"]
         if "attn_layer_indices" in kept and not kept["attn_layer_indices"]:
@@ -145,18 +142,19 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 0
 
 
-def _small(name: str, value: Any, fields: Mapping[str, Any], layers: Sequence[int] | None) -> Any:
-    """The value of a configuration's field in the small model, which keeps ``layers``, or all."""
-    sizes = _DEEP_FIELDS if layers is None else _FIELDS
+def _small(
+    name: str,
+    value: Any,
+    fields: Mapping[str, Any],
+    layers: Sequence[int],
+    sizes: Mapping[str, int],
+) -> Any:
+    """The value of a configuration's field in the small model, which keeps ``layers``."""
     size = sizes.get(name)
     # No randomness in training.
     if type(value) is float and ("drop" in name or "jitter" in name or name.endswith("_prob")):
         return value if name == "drop_path_rate" else 0.0  # Of 0.0, modules are of other classes.
     # Values by layer: those of the layers that are kept.
-    if layers is None:
-        if name in _COUNTS or name in _OF_LAYERS or name == "block_types":
-            return value
-        layers = range(_count(fields))
     if _is_list(value) and len(value) == _count(fields) and size != LAYERS:
         value = [value[layer] for layer in layers]
     # Sizes. As many heads of keys as of queries stay as many.
@@ -167,14 +165,18 @@ def _small(name: str, value: Any, fields: Mapping[str, Any], layers: Sequence[in
         is_of_all = counts_keys and value == fields.get("num_attention_heads")
         return sizes["num_attention_heads"] if is_of_all else size
     # Lists of types that repeat, rotary sections, and configurations by layer.
-    if name == "block_types" or (name == "layers_block_type" and not _count(fields)):
+    is_cut = name == "block_types" and len(layers) < _count(fields)
+    if is_cut or (name == "layers_block_type" and not _count(fields)):
         return list(dict.fromkeys(value))
     if name in ("rope_parameters", "rope_scaling") and "mrope_section" in (value or {}):
         return {**value, "mrope_section": [2, 1, 1]}
     if name == "per_layer_config" and value:
         by_layer = {int(layer): own for layer, own in value.items()}
         return {
-            i: {key: _small(key, v, by_layer[layer], ()) for key, v in by_layer[layer].items()}
+            i: {
+                key: _small(key, v, by_layer[layer], (), sizes)
+                for key, v in by_layer[layer].items()
+            }
             for i, layer in enumerate(layers)
             if layer in by_layer
         }
@@ -195,14 +197,14 @@ def small_model(
         ValueError: it cannot be made, or does not run with inputs that can be made here.
     """
     failure: Exception | None = None
-    with torch.random.fork_rng():
-        for filled, dtype in product((False, True), (torch.float64, torch.float32)):
-            try:
-                small = small_config(config, filled=filled, deep=deep)
+    for filled, dtype in product((False, True), (torch.float64, torch.float32)):
+        try:
+            small = small_config(config, filled=filled, deep=deep)
+            with torch.random.fork_rng(devices=[]):
                 model = _new_model(model_class, small, dtype)
-                return model, running_inputs(model, dtype)
-            except Exception as error:  # noqa: BLE001 - whatever configurations and models raise
-                failure = failure or error
+                return model, running_inputs(model)
+        except Exception as error:  # noqa: BLE001 - whatever configurations and models raise
+            failure = failure or error
     raise ValueError(f"a small {model_class.__name__} does not run: {failure}") from failure
 
 
@@ -227,7 +229,7 @@ def _new_model(model_class: Any, small: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def running_inputs(model: Any, dtype: torch.dtype, length: int = TOKENS) -> dict[str, Tensor]:
+def running_inputs(model: Any, length: int = TOKENS) -> dict[str, Tensor]:
     """The inputs with which most linear layers of ``model`` run, the first of those. Raises what it
     first raised; ValueError if none can be made."""
     failure: Exception | None = None
@@ -238,7 +240,7 @@ def running_inputs(model: Any, dtype: torch.dtype, length: int = TOKENS) -> dict
         for layer in layers:
             hooks.enter_context(layer.register_forward_pre_hook(lambda layer, _: ran.add(layer)))
         # Some layouts fail, others leave out a part of the model: an encoder, or images.
-        for inputs in inputs_for(model, dtype, length):
+        for inputs in _inputs_for(model, length):
             ran.clear()
             try:
                 model(**inputs)
@@ -258,3 +260,115 @@ def tensors_of(output: Any) -> list[Tensor]:
     """The floating tensors of a model's output."""
     values = output.values() if isinstance(output, Mapping) else [output]
     return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+def _inputs_for(model: Any, length: int) -> Iterator[dict[str, Tensor]]:
+    """Inputs that the model may take, texts of ``length`` tokens. In each layout: its main one,
+    then with what it requires and tokens, images or states, then with all that are known here."""
+    parameters = inspect.signature(model.forward).parameters
+    main = model.main_input_name
+    names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD] or [main]
+    main = main if main in names else names[0]  # Some name another.
+    required = [n for n, p in parameters.items() if n in names and p.default is p.empty]
+    seen: set[tuple[Any, ...]] = set()
+    for made in _layouts(model.config, model.dtype, length):
+        if main.endswith(("embeds", "hidden_states", "latents")):
+            made.setdefault(main, made["query_embeds"])
+        if main not in made:
+            continue
+        # A mask is as long as the text, or the rows of states, of which features come last.
+        first = made[main]
+        steps = first.shape[-1] if first.dim() == 2 else first.shape[1]
+        made["attention_mask"] = torch.ones(2, steps, dtype=torch.long)
+        few = [main]
+        if getattr(model.config, "is_encoder_decoder", False):
+            few.append("decoder_input_ids")
+        more = ["input_ids", "pixel_values", "encoder_hidden_states"]
+        # Fewest first: running_inputs() takes the first with which most layers run.
+        for chosen in (few, [*few, *required, *more], names):
+            inputs = {name: made[name] for name in names if name in chosen and name in made}
+            layout = tuple((name, value.shape) for name, value in inputs.items())
+            if layout not in seen:
+                seen.add(layout)
+                yield inputs
+
+
+def _layouts(config: Any, dtype: torch.dtype, length: int) -> Iterator[dict[str, Tensor]]:
+    """Inputs by name: images whole and sound as frames of features last; as patches in a row and
+    frames in a row; as videos; as rows of patches for each image."""
+    # Configurations name what they have in many ways, or not at all.
+    sizes = _sizes(config)
+    size = sizes.get("image_size") or 32
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    channels = _first(sizes, "num_channels in_channels in_chans num_input_channels") or 3
+    patch = sizes.get("patch_size") or 4
+    patch = patch if isinstance(patch, int) else patch[-1]
+    elements = channels * patch * patch
+    names = "num_mel_bins feature_projection_input_dim feature_size input_dim"
+    features = _first(sizes, f"{names} input_feat_per_channel input_feat_size") or 16
+    frames = 2 * (sizes.get("max_source_positions") or FRAMES // 2)
+    hidden = sizes.get("hidden_size") or 32
+
+    def real(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype)
+
+    tokens = torch.randint(3, VOCABULARY, (2, length))
+    grid = torch.tensor([[1, 4, 4]])
+    common = {
+        "input_ids": tokens,
+        "qformer_input_ids": tokens,
+        "decoder_input_ids": torch.randint(3, VOCABULARY, (2, max(1, length - 2))),
+        "bbox": torch.tensor([1, 2, 3, 4]).expand(2, length, 4),
+        "visual_feats": real(2, 3, sizes.get("visual_feat_dim") or 8),
+        "visual_pos": real(2, 3, 4),
+        "query_embeds": real(2, length, hidden),
+        "encoder_hidden_states": real(2, 5, hidden),
+        "past_values": real(2, sizes.get("context_length") or 32, channels),
+        "grid_thw": grid,
+        "image_grid_thw": grid,
+        "merge_sizes": torch.tensor([2]),
+        "target_sizes": torch.tensor([[4, 4]] * 2),
+        "spatial_shapes": torch.tensor([[4, 4]] * 2),
+        "pixel_attention_mask": torch.ones(2, PATCHES, dtype=torch.long),
+        "pixel_position_ids": torch.cartesian_prod(*[torch.arange(4)] * 2).expand(2, PATCHES, 2),
+        "input_features_mask": torch.ones(2, FRAMES, dtype=torch.long),
+    }
+    yield common | {
+        "pixel_values": real(2, channels, height, width),
+        "input_features": real(2, features, frames),
+        "input_values": real(2, 2000),
+    }
+    row = real(PATCHES, elements * (sizes.get("temporal_patch_size") or 1))
+    sound = real(2, FRAMES, features)
+    yield common | {
+        "pixel_values": row,
+        "hidden_states": row,
+        "input_features": sound,
+        "audio_mel": sound,
+        "audio_mel_mask": torch.zeros(2, FRAMES, dtype=torch.bool),
+        "input_values": real(2, sizes.get("max_length") or FRAMES, features),
+    }
+    yield common | {
+        "pixel_values": real(2, sizes.get("num_frames") or 2, channels, height, width),
+        "input_values": real(2, 1, 2000),
+    }
+    yield common | {"pixel_values": real(2, PATCHES, elements)}
+    yield common | {"pixel_values": real(PATCHES, channels, patch, patch)}
+
+
+def inner_configs(config: Any) -> dict[str, Any]:
+    """The configurations in ``config``, of a model of several models."""
+    found = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
+    return {name: inner for name, inner in found.items() if inner is not None}
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """The fields of a configuration, and those of its parts that it has not itself."""
+    fields: dict[str, Any] = {}
+    for _, inner in sorted(inner_configs(config).items()):
+        fields |= _sizes(inner)
+    return fields | {name: value for name, value in vars(config).items() if value is not None}
+
+
+def _first(sizes: dict[str, Any], names: str) -> int | None:
+    return next((n for name in names.split() if type(n := sizes.get(name)) is int), None)
