@@ -12,8 +12,7 @@ from support.ranks import run_threads
 from support.sweeps import families
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.huggingface.derive.derivation import Derivation
-from pipekernels.huggingface.derive.derivation import derive as derive_with
+from pipekernels.huggingface.derive import derivation
 from pipekernels.huggingface.derive.small_models import running_inputs, small_config, small_model
 from pipekernels.huggingface.plans import Transformers, _heads
 from pipekernels.tensor_parallel import plan_for
@@ -21,8 +20,8 @@ from pipekernels.tensor_parallel import plan_for
 pytestmark = pytest.mark.slow
 
 
-def derive(kind: Any, config: Any) -> Derivation:
-    return derive_with(kind, config, _heads)
+def derive(kind: Any, config: Any) -> derivation.Derivation:
+    return derivation.derive(kind, config, _heads)
 
 
 def test_the_plan_of_bert_is_what_one_would_write() -> None:
