@@ -64,7 +64,7 @@ class Transformers(PlanProvider):
             add_forward_pre_hook(base, warn_of_attentions, with_kwargs=True)
 
 
-def _plan_of(model: nn.Module) -> ShardingPlan | None:
+def _plan_of(model: Any) -> ShardingPlan | None:
     """The plan without those of towers. Raises ValueError if none can be right."""
     config: Any = getattr(model, "config", None)
     if unfit := _why_unfit(config):
@@ -90,12 +90,19 @@ def _plan_of(model: nn.Module) -> ShardingPlan | None:
     if not words or (carried and not names_attention):
         plan = _with_derived(plan, derived_plan(model, _heads))
     # What plans leave out: experts, of which every rank holds a part of each, and the output head.
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, module in model.named_modules():
         if is_experts(module):
             plan.kinds.setdefault(name, EXPERTS)
-    if plan.kinds:
-        plan.kinds.update({name: GATHERED for name in _output_head(model)} | plan.kinds)
-    _check_functions(model, plan)
+        elif module is head and type(head) is nn.Linear and plan.kinds:
+            plan.kinds.setdefault(name, GATHERED)
+        # Gemma 3n: features beyond a number of deviations from their mean are zero.
+        if getattr(module, "activation_sparsity", 0) and f"{name}.gate_proj" in plan.kinds:
+            raise ValueError(
+                f"{name!r} cuts its features off by their mean and deviation "
+                f"(activation_sparsity={module.activation_sparsity}), of which a rank would have a "
+                "part; leave it whole, in a plan for the attention"
+            )
     return plan
 
 
@@ -131,18 +138,6 @@ def _with_towers(model: nn.Module, plan: ShardingPlan, world_size: int) -> Shard
             if all(count >= world_size for count, _ in tower.heads.values()):
                 plan = _joined(plan, tower, prefix)
     return plan
-
-
-def _check_functions(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raise ValueError if a function between two sharded layers needs all features."""
-    for name, module in model.named_modules():
-        # Gemma 3n: features beyond a number of deviations from their mean are zero.
-        if getattr(module, "activation_sparsity", 0) and f"{name}.gate_proj" in plan.kinds:
-            raise ValueError(
-                f"{name!r} cuts its features off by their mean and deviation "
-                f"(activation_sparsity={module.activation_sparsity}), of which a rank would have a "
-                "part; leave it whole, in a plan for the attention"
-            )
 
 
 def _with_derived(plan: ShardingPlan, derived: ShardingPlan) -> ShardingPlan:
@@ -208,12 +203,6 @@ def _counts(attention: nn.Module, config: Any) -> Heads:
     fields = [source.get(field) for source in (own, config.to_dict()) for field in _COUNTS]
     heads = next((n for n in fields if isinstance(n, int)), 1)
     return heads, heads // groups if isinstance(groups, int) else heads
-
-
-def _output_head(model: Any) -> list[str]:
-    """The name of the model's output head, if it has one that can be sharded."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return [n for n, module in model.named_modules() if module is head and type(head) is nn.Linear]
 
 
 def _words(columns: str, rows: str, **others: str) -> dict[str, str]:

@@ -10,8 +10,7 @@ Other layers are column-parallel with gathered outputs.
 
 Two layers need not represent the others. So the plan is tried again on a small copy with all layers
 and other sizes, in evaluation and training, on one token and on a long text. The model itself must
-be like this copy (:mod:`~pipekernels.huggingface.derive.likeness`), and its heads are counted as
-those of models that carry a plan.
+be like this copy, and its heads are counted as those of models that carry a plan.
 """
 
 from __future__ import annotations
@@ -20,24 +19,19 @@ import copy
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
+from types import CodeType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
-from pipekernels.huggingface.derive.flow import Flow, Group
-from pipekernels.huggingface.derive.likeness import (
-    Description,
-    check_alike,
-    described,
-    named,
-    pattern_of,
-)
+from pipekernels.huggingface.derive.flow import Flow, Group, named, pattern_of
 from pipekernels.huggingface.derive.small_models import running_inputs, small_model
 from pipekernels.huggingface.derive.trials import RANKS, SmallCopy
-from pipekernels.tensor_parallel.full_layer import features_of
+from pipekernels.tensor_parallel.full_layer import features_of, linear_classes
 from pipekernels.tensor_parallel.functional import Heads
 from pipekernels.tensor_parallel.plan.kinds import Kind, parse
 from pipekernels.tensor_parallel.plan.sharding_plan import ShardingPlan
@@ -49,6 +43,7 @@ LEAST_FEATURES = 16
 LENGTHS = (1, 60)
 """Of the texts on which all layers are tried; a decoder's later steps have one token."""
 
+Description: TypeAlias = dict[str, dict[str, Any]]  # Attributes by names of modules.
 CountHeads: TypeAlias = Callable[[nn.Module, Mapping[str, Any]], Mapping[str, Heads]]
 """The heads of those modules of attention that a mapping names."""
 
@@ -89,7 +84,7 @@ def derive(model_class: type[nn.Module], config: Any, count_heads: CountHeads) -
 
 
 def _derive(flow: Flow, shallow: SmallCopy, deep: SmallCopy, count_heads: CountHeads) -> Derivation:
-    found = Derivation({}, {}, set(), {}, described(deep.model))
+    found = Derivation({}, {}, set(), {}, _described(deep.model))
     refused, name = set[str](), type(flow.model).__name__
 
     def reason_against(kinds: dict[str, str], group: Group) -> str | None:
@@ -146,6 +141,61 @@ def _is_only_called(model: nn.Module, name: str) -> bool:
     return f".{layer}.weight" not in source
 
 
+def _described(model: nn.Module) -> Description:
+    """The class of each module, and its attributes that are flags, words, classes or the code of
+    functions. Numbers are left out, as most of them are sizes; linear layers are, as they may have
+    become others."""
+    found: Description = {}
+    inside = "-"
+    for name, module in model.named_modules():
+        if name.startswith(inside):
+            continue
+        if isinstance(getattr(module, "base_layer", module), linear_classes()):
+            inside = f"{name}."  # Of an adapter.
+            continue
+        own = {key: getattr(value, "__code__", value) for key, value in vars(module).items()}
+        found[name] = {"class": type(module)} | {
+            key: value
+            for key, value in own.items()
+            if key[0] != "_"
+            and key not in ("training", "gradient_checkpointing")
+            and isinstance(value, (bool, str, type, CodeType))
+        }
+    return found
+
+
+def _check_alike(model: nn.Module, copy: Description, planned: Iterable[str]) -> None:
+    """Raise ValueError unless the layers that have ``planned`` modules are like those of ``copy``:
+    each module like one at the same place, where numbers inside of a layer do not matter."""
+    layers = {_layer_of(name) for name in planned}
+    known = defaultdict(list)
+    for name, there in copy.items():
+        known[_place(name)].append(there)
+    for name, own in _described(model).items():
+        others = known[_place(name)]
+        if _layer_of(f"{name}.") in layers and own not in others:
+            unlike = [
+                key for other in others[:1] for key in own | other if own.get(key) != other.get(key)
+            ]
+            raise ValueError(
+                f"{name!r} is not like the small copy from which a plan would be derived "
+                f"({', '.join(unlike) or 'it is not there'}); write a plan that names the layers "
+                "which ranks can share"
+            )
+
+
+def _layer_of(name: str) -> str:
+    """The outermost numbered module around ``name``, or else its parent."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
+    return ".".join(parts[: number + 1])
+
+
+def _place(name: str) -> str:
+    layer = _layer_of(name)
+    return layer + pattern_of(name.removeprefix(layer))
+
+
 _known: dict[tuple[type[nn.Module], str], Derivation] = {}
 _lock = threading.Lock()  # Held while a plan is derived: ranks may be threads.
 
@@ -166,7 +216,7 @@ def derived_plan(model: Any, count_heads: CountHeads) -> ShardingPlan:
                 _known[key] = Derivation({}, {}, set(), {}, {})
         derivation = _known[key]
     words = named(model, derivation.kinds)
-    check_alike(model, derivation.copy, words)
+    _check_alike(model, derivation.copy, words)
     heads = count_heads(model, named(model, dict.fromkeys(derivation.whole)))
     words |= named(model, derivation.gathered)
     kinds = {name: parse(word) or Kind(word) for name, word in words.items()}

@@ -12,17 +12,30 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from itertools import combinations, groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from pipekernels.huggingface.derive.likeness import pattern_of
 from pipekernels.huggingface.derive.small_models import tensors_of
 from pipekernels.tensor_parallel.full_layer import features_of, is_embedding, linear_classes
 
+Value = TypeVar("Value")
 MOST_FEATURES = 3600
 """Most input features of all linear layers together: each takes a backward."""
+
+
+def pattern_of(name: str) -> str:
+    """``name`` with ``*`` in place of numbers, but for a last one inside of a numbered layer, which
+    may be that of a linear layer in ``nn.Sequential``."""
+    *outer, last = ["*" if part.isdecimal() else part for part in name.split(".")]
+    return ".".join([*outer, name.rpartition(".")[2] if "*" in outer else last])
+
+
+def named(model: nn.Module, values: Mapping[str, Value]) -> dict[str, Value]:
+    """``values``, whose names have ``*``, by the full names of modules in ``model``."""
+    names = {name: pattern_of(name) for name, _ in model.named_modules()}
+    return {name: values[wild] for name, wild in names.items() if wild in values}
 
 
 class Flow:

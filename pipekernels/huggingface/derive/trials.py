@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
-from pipekernels.huggingface.derive.likeness import named
+from pipekernels.huggingface.derive.flow import named
 from pipekernels.huggingface.derive.small_models import tensors_of
 from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize
 from pipekernels.tensor_parallel.state import full_state_dict
