@@ -272,15 +272,15 @@ def copy_if_aliased(
 ) -> tuple[torch.Tensor, ...]:
     """``tensors``, with copies of those that share memory with ``others`` or an earlier tensor."""
     # Autograd would not know that they share it: a write to one would change the others unseen.
-    taken = set(map(_storage_id, others))
+    taken = set(map(storage_id, others))
     result = []
     for tensor in tensors:
-        result.append(tensor.clone() if _storage_id(tensor) in taken else tensor)
-        taken.add(_storage_id(tensor))
+        result.append(tensor.clone() if storage_id(tensor) in taken else tensor)
+        taken.add(storage_id(tensor))
     return tuple(result)
 
 
-def _storage_id(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """Identifies the tensor's storage, or the tensor if it has none, such as a sparse one."""
     return storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)
 

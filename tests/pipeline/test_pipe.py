@@ -193,6 +193,46 @@ def test_the_input_is_kept_by_a_layer_that_works_in_place(mode: Any) -> None:
             assert pipe(kept).equal(expected) and kept.equal(x)
 
 
+VIEWS: dict[str, list[nn.Module]] = {
+    "the input": [nn.Identity(), nn.ReLU(inplace=True)],
+    "a view, two stages before": [nn.Flatten(), nn.Identity(), nn.ReLU(inplace=True)],
+    "a view, in one stage": [nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True))],
+    "an entry": [FunctionLayer(lambda x: {"y": x[:, 1:]}), FunctionLayer(lambda d: d["y"].mul_(2))],
+}
+
+
+def backward(pipe: Pipe, x: torch.Tensor) -> None:
+    output = pipe(x)
+    loss = output.sum()
+    output.detach().mul_(2)
+    loss.backward()
+
+
+def forward_alone(pipe: Pipe, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        pipe(x).mul_(2)
+
+
+def step(pipe: Pipe, x: torch.Tensor) -> None:
+    pipe.train_step(x, None, lambda output: output.mul_(2).square().mean())
+
+
+@pytest.mark.parametrize("run", [backward, forward_alone, step])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("name", VIEWS)
+def test_the_input_is_kept_by_layers_that_write_to_views_of_it(
+    name: str, checkpoint: str, chunks: int, run: Callable[..., None], execution: str
+) -> None:
+    pipe = pipe_of(*VIEWS[name], nn.PReLU(), chunks=chunks, checkpoint=checkpoint)
+    data = torch.randn(4, 6, 2)
+    # One of another layout first, of which nn.Flatten makes a copy.
+    for given in (data.transpose(1, 2), data, data.requires_grad_(), data):
+        before = given.detach().clone()
+        run(pipe, given)
+        assert given.equal(before)
+
+
 @pytest.mark.parametrize(
     "trace",
     [

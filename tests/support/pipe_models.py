@@ -272,6 +272,21 @@ MODELS: dict[str, Model] = {
         lambda: (randn(WIDTH, ROWS).t().requires_grad_(),),
         writes_to_inputs=True,
     ),
+    "in place, on a view": Model(
+        lambda: [nn.Flatten(), nn.Identity(), nn.ReLU(inplace=True), linear()],
+        [1, 1, 1, 1],
+        writes_to_inputs=True,
+    ),
+    "in place, on one of two inputs": Model(
+        lambda: [
+            FunctionLayer(lambda x, y: (x, y[:])),
+            FunctionLayer(lambda pair: pair[0].mul_(2) + pair[1]),
+            linear(),
+        ],
+        [1, 1, 1],
+        lambda: (randn(ROWS, WIDTH), randn(ROWS, WIDTH)),
+        writes_to_inputs=True,
+    ),
     "lent": Model(lends, [1, 1, 1, 1], has_sums=True),
     "embedding": Model(lambda: [nn.Embedding(5, WIDTH), linear()], [1, 1], EMBEDDED),
     "transposed": Model(transposed, [2, 3], lambda: (randn(ROWS, 20, 64).requires_grad_(),)),

@@ -1,11 +1,14 @@
-"""The beginning of a stage's graph: the input, and its gradient there."""
+"""The beginning of a stage's graph: the input, its gradient there, and copies of what must keep its
+values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from pipekernels.pipeline.microbatch import storage_id
 
 PAST_THE_OUTPUT = (
     "a backward reaches layers of a pipe past the pipe's output: a loss uses a value that a layer "
@@ -67,3 +70,11 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     else:
         copy.copy_(source)
     return copy
+
+
+def copied_apart(
+    tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """``tensors``, with a :func:`copy_of` each that shares memory with ``others``."""
+    taken = set(map(storage_id, others))
+    return tuple([copy_of(each) if storage_id(each) in taken else each for each in tensors])

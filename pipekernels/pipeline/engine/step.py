@@ -16,6 +16,7 @@ from pipekernels.device import streams
 from pipekernels.device.autocast import cast_cache
 from pipekernels.device.profiling import in_profile
 from pipekernels.pipeline.context import CallerContext, checkpointing, during
+from pipekernels.pipeline.engine.entry import copied_apart
 from pipekernels.pipeline.engine.error_notes import note_backward, note_layer
 from pipekernels.pipeline.engine.execution import Plan
 from pipekernels.pipeline.engine.parameters import Parameters, versions
@@ -85,6 +86,7 @@ class Step:
         self._record = record
         self._seconds = 0.0
         self._consumer: OutputConsumer = self.outputs  # In a training step, the losses.
+        self._copies_outputs = len(inputs.sizes) > 1  # Whether the consumer does, as they come.
         # Context of the thread that starts the forward. Read only if recomputations need it: the
         # first read takes as long as two small layers.
         self._context: CallerContext | None = None
@@ -115,7 +117,7 @@ class Step:
             len(self._tasks) == len(self.inputs.sizes) == 1
             and not self._dropped
             and self._plan.is_fused
-            and self._tasks[0].overwrites_input is False
+            and not self._tasks[0].may_overwrite(given)
             and all(tensor.device == self.stages.devices[0] for tensor in given)
         )
 
@@ -196,7 +198,7 @@ class Step:
         with cast_cache(False):
             self._context = context = CallerContext()  # For forwards on any thread.
         self._waiting = waiting
-        self._consumer = losses
+        self._consumer, self._copies_outputs = losses, False
 
         def compute(action: Action, value: Any) -> Any:
             if action.type == "F":
@@ -324,11 +326,16 @@ class Step:
             graph.buffers = buffers
         if any(outputs.wants_grad):
             self._graphs[stage][m] = graph
+        # Layers may return their input, and what gets that may write to it: the next stage, the
+        # loss, or the caller. The caller's tensors must not change, nor a recomputation's inputs.
+        is_last = stage == len(self._tasks) - 1
+        if (dropped or stage == 0) and not (is_last and self._copies_outputs):
+            outputs = replace(outputs, tensors=copied_apart(outputs.tensors, inputs.tensors))
         # 4, 5.
         if outputs.skips:
             outputs, sent = outputs.without_skips()
             self._skips.leave(sent, m, self._transport)
-        if stage == len(self._tasks) - 1:
+        if is_last:
             self._consumer.collect(m, outputs)
             return None
         return self._send(outputs, stage + 1, m)

@@ -164,6 +164,10 @@ def _may_modify_inputs(layer: nn.Module) -> bool:
     )
 
 
+def _layout(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    return tuple([t.layout is torch.strided and t.is_contiguous() for t in tensors])
+
+
 class Task:
     """Runs consecutive stages of one device as one :class:`SavedGraph` per microbatch.
 
@@ -202,9 +206,15 @@ class Task:
                     "pipe, or make a new one of pipe.to_sequential()"
                 )
         self.layers = [layer for _, stage in self.stages for layer in stage.modules()]
-        # Whether layers overwrite their input, which is then cloned where it must not change: if
-        # checkpointed, or the caller's. None: unknown until the first clone has been used.
-        self.overwrites_input = None if any(map(_may_modify_inputs, self.layers)) else False
+        # Whether layers overwrite inputs, which are then copied where they must not change: if
+        # checkpointed, or the caller's. Found out with the first copies of each layout, as layers
+        # such as nn.Flatten return a view or a new tensor.
+        self._may_overwrite = any(map(_may_modify_inputs, self.layers))
+        self._overwrites: dict[tuple[bool, ...], bool] = {}
+
+    def may_overwrite(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether the layers overwrite such ``inputs``, or might."""
+        return self._may_overwrite and self._overwrites.get(_layout(inputs), True)
 
     def forward(
         self,
@@ -230,7 +240,7 @@ class Task:
         # known once a copy has been used: by its version.
         tensors = inputs.tensors
         before: list[int] | None = None
-        if (preserve or self._is_first) and self.overwrites_input is not False:
+        if (preserve or self._is_first) and self.may_overwrite(tensors):
             with torch.inference_mode(False):  # Whose tensors have no versions.
                 tensors = tuple([copy_of(tensor) for tensor in tensors])
             before = versions(tensors)
@@ -260,7 +270,7 @@ class Task:
                         value = _spread(stage, value) if spread else stage(value)
                     outputs, structure = flatten(value, f"the output of stage {index}")
         if before is not None:
-            self.overwrites_input = versions(tensors) != before
+            self._overwrites[_layout(inputs.tensors)] = versions(tensors) != before
         # Skips leave with the outputs, detached: the next stage's graph does not lead to this one.
         sent = tuple([key for key in self.sent_skips if skips[key] is not None])
         outputs = (*outputs, *[skips[key] for key in sent])
