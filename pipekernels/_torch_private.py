@@ -294,11 +294,14 @@ def needs_dispatcher() -> bool:
     )
 
 
+function_mode_count = torch._C._len_torch_function_stack
+"""The number of active ``TorchFunctionMode`` objects of this thread."""
+
+
 def function_modes() -> list[Any]:
     """The active ``TorchFunctionMode`` objects of this thread, outermost first; the default device
     is one of them."""
-    count = torch._C._len_torch_function_stack()
-    return [torch._C._get_function_stack_at(i) for i in range(count)] if count else []
+    return [torch._C._get_function_stack_at(i) for i in range(function_mode_count())]
 
 
 # ---- containers ----

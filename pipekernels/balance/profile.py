@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipekernels._torch_private import TorchDispatchMode, tree_map_only
 from pipekernels.ops.micro_batch import micro_batch_sizes
-from pipekernels.pipeline.engine.random import generators_of, preserved
+from pipekernels.pipeline.context import generators_of, preserved
 from pipekernels.pipeline.microbatch import rows_of
 from pipekernels.pipeline.nested import flatten, tensors_in
 from pipekernels.pipeline.partition import has_collectives, layers

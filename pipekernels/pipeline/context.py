@@ -1,18 +1,27 @@
-"""State of the calling thread: whether it recomputes, and what torch keeps for it, which is applied
-on workers and in recomputations."""
+"""State of the calling thread: whether it recomputes, torch's random numbers, and what torch keeps
+for it, which is applied on workers and in recomputations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 
-from pipekernels._torch_private import DeviceContext, function_modes, has_saved_tensors_hooks
-from pipekernels.device import autocast
-from pipekernels.ops.dispatch import is_observed
+from pipekernels._torch_private import (
+    DeviceContext,
+    dispatch_mode_count,
+    function_mode_count,
+    function_modes,
+    has_saved_tensors_hooks,
+    is_profiler_enabled,
+)
+
+NOTHING: AbstractContextManager[Any] = nullcontext()
+"""A context that changes nothing."""
 
 Mode = Literal["always", "except_last", "never"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -45,37 +54,121 @@ def during(phase: ContextVar[bool]) -> Iterator[None]:
         phase.reset(token)
 
 
+# ---- random numbers ----
+
+
+def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
+    """The default generators of the CPU and of ``devices``."""
+    cuda = sorted({d.index or 0 for d in devices if d.type == "cuda"})
+    if cuda:
+        torch.cuda.init()  # torch creates the CUDA generators here.
+    return [torch.default_generator, *(torch.cuda.default_generators[i] for i in cuda)]
+
+
+@contextmanager
+def preserved(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Restore the states of ``generators`` after the body."""
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def draw_seed() -> int:
+    """A number from the default CPU generator."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+def seed_task(
+    generators: Sequence[torch.Generator], base: int, stage: int, micro_batch: int
+) -> int:
+    """Seed ``generators`` for a task of the mini-batch that drew ``base``; returns the seed."""
+    seed = base + stage * 0x9E3779B1 + micro_batch * 0x85EBCA77  # Odd strides: distinct seeds.
+    for generator in generators:
+        generator.manual_seed(seed)
+    return seed
+
+
+# ---- autocast ----
+
+_AUTOCAST: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]] = (
+    (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    (partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
+    (partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
+    (partial(torch.get_autocast_dtype, "cuda"), partial(torch.set_autocast_dtype, "cuda")),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+)
+"""How to read and how to write each of the thread's settings of autocast."""
+
+
+@contextmanager
+def without_cast_cache() -> Iterator[None]:
+    """Turn autocast's cache of cast parameters off in the body."""
+    # Uses of a parameter that share one cast sum their gradients in its dtype, if one autograd call
+    # covers them. The cache is process-wide, and a worker that leaves autocast empties it for all.
+    # So which uses share a cast would depend on the execution and on timing.
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def _autocast_as(wanted: Sequence[Any]) -> Iterator[None]:
+    before = [read() for read, _ in _AUTOCAST]
+    torch.autocast_increment_nesting()
+    try:
+        for (_, write), value in zip(_AUTOCAST, wanted, strict=True):
+            write(value)
+        yield
+    finally:
+        for (_, write), value in zip(_AUTOCAST, before, strict=True):
+            write(value)
+        if torch.autocast_decrement_nesting() == 0:  # The outermost: drop casts of weights.
+            torch.clear_autocast_cache()
+
+
+# ---- all of it ----
+
+
 class CallerContext:
     """Inference mode, autocast and default device of the thread that makes this object. Grad mode
     is left out: the engine sets it for every task."""
 
     def __init__(self) -> None:
-        self.inference = torch.is_inference_mode_enabled()
-        self.autocast = autocast.settings()
-        device = default_device()
-        self.default_device = None if device.type == "cpu" else device
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = [read() for read, _ in _AUTOCAST]
+        device = default_device() if function_mode_count() else None
+        self._default_device = None if device is None or device.type == "cpu" else device
 
     def applied(self) -> AbstractContextManager[None]:
         """Apply the state to the thread that runs the body."""
-        inference = self.inference and not torch.is_inference_mode_enabled()
-        device = self.default_device
+        inference = self._inference and not torch.is_inference_mode_enabled()
+        device = self._default_device
         if inference or (device is not None and device != default_device()):
             return self._applied(inference)
-        return autocast.autocast_as(self.autocast)
+        is_same = self._autocast == [read() for read, _ in _AUTOCAST]
+        return NOTHING if is_same else _autocast_as(self._autocast)
 
     @contextmanager
     def _applied(self, inference: bool) -> Iterator[None]:
-        device = self.default_device
+        device = self._default_device
         with (
-            torch.inference_mode() if inference else nullcontext(),
-            nullcontext() if device is None else device,
-            autocast.autocast_as(self.autocast),
+            torch.inference_mode() if inference else NOTHING,
+            NOTHING if device is None else device,
+            _autocast_as(self._autocast),
         ):
             yield
 
     def without_autocast(self) -> AbstractContextManager[None]:
         """Turn autocast off in the body, which runs on the thread that made this object."""
-        return autocast.autocast_as([False, False, *self.autocast[2:]])
+        if not any(self._autocast[:2]):
+            return NOTHING
+        return _autocast_as([False, False, *self._autocast[2:]])
 
 
 def default_device() -> torch.device:
@@ -91,8 +184,12 @@ def needs_this_thread() -> bool:
     """Whether the calling thread has a dispatch or function mode, profiler or saved-tensor hooks,
     which would miss operations on other threads."""
     return (
-        is_observed()
+        dispatch_mode_count() > 0
+        or is_profiler_enabled()
         # CallerContext carries the default device's mode to other threads.
-        or any(not isinstance(mode, DeviceContext) for mode in function_modes())
+        or (
+            function_mode_count() > 0
+            and not all(isinstance(mode, DeviceContext) for mode in function_modes())
+        )
         or has_saved_tensors_hooks()
     )

@@ -81,19 +81,26 @@ class Scatter:
         batch: the whole.
         wants_grad: whether each of its tensors is to get a gradient.
         what: its tensors, in errors.
+        device: where unsplit tensors (``NoChunk``) go; they stay where they are by default.
 
     Raises:
         TypeError: a tensor is sparse or nested, and there are several microbatches.
         ValueError: as :func:`rows_of`.
     """
 
-    def __init__(self, batch: Batch, wants_grad: Sequence[bool] = (), what: str = "input") -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        wants_grad: Sequence[bool] = (),
+        what: str = "input",
+        device: torch.device | None = None,
+    ) -> None:
         tensors, self.dim = batch.tensors, batch.dim
         self.rows = rows_of(tensors, self.dim, what)
         self.sizes = _sizes(self.rows, batch.chunks)  # Rows of each microbatch.
         self._wants_grad = tuple(wants_grad)
         for i, tensor in enumerate(tensors):
-            if len(self.sizes) > 1 and not _is_dense(tensor):
+            if len(self.sizes) > 1 and (tensor.layout != torch.strided or tensor.is_nested):
                 raise TypeError(
                     f"{what} {i} is a {type(tensor).__name__} of layout {tensor.layout}, whose "
                     "rows cannot be cut into microbatches; give its parts as dense tensors, give "
@@ -105,7 +112,7 @@ class Scatter:
         else:
             self._parts = split_micro_batches(tensors, batch.chunks, self.dim)
         self.elements = sum([tensor.numel() for tensor in self._parts[0]])  # Of the largest.
-        self._structures: list[Structure | None] = list(batch.structure.cut(self.sizes))
+        self._structures: list[Structure | None] = list(batch.structure.cut(self.sizes, device))
 
     def take(self, m: int) -> Activation:
         """Microbatch ``m``; call once. Drops the references to it, as the output's graph keeps
@@ -136,15 +143,11 @@ class Scatter:
         return torch.cat(present, self.dim)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested
-
-
 def _views(tensor: torch.Tensor, sizes: list[int], dim: int) -> Sequence[torch.Tensor]:
     views: Sequence[torch.Tensor] = tensor.split(sizes, dim) if len(sizes) > 1 else [tensor]
     if tensor.requires_grad:
         return views  # Targets that require a gradient.
-    if tensor.is_cuda and type(tensor) is torch.Tensor and _is_dense(tensor):
+    if tensor.is_cuda and type(tensor) is torch.Tensor and tensor.layout == torch.strided:
         # On CUDA, dropout's mask depends on the alignment of its input. A recomputation may use an
         # aligned copy of the input, so align all.
         return [view.clone() if view.data_ptr() % 16 else view.detach() for view in views]
@@ -334,7 +337,8 @@ class Outputs:
             self.wants_grad = [False] * len(outputs.tensors)
             self._structures = [outputs.structure] * len(self._sizes)
         self._structures[m] = outputs.structure
-        if not outputs.structure.has_same_layout(self._structures[0]):
+        first = self._structures[0]
+        if outputs.structure is not first and not outputs.structure.has_same_layout(first):
             raise ValueError(
                 f"{self._source} returned {len(outputs.tensors)} tensors for microbatch {m} and "
                 f"{len(self._gathers)} before, or put them together in another way; all "

@@ -125,17 +125,18 @@ class Structure:
         moved = [p2p_copy(x, device) if isinstance(x, torch.Tensor) else x for x in self._leaves]
         return Structure(self._layout, moved)
 
-    def cut(self, sizes: Sequence[int]) -> list[Structure]:
+    def cut(self, sizes: Sequence[int], device: torch.device | None = None) -> list[Structure]:
         """One structure for each microbatch, of ``sizes`` rows: with its part of each value of a
-        class that :func:`register_split` knows.
+        class that :func:`register_split` knows, and on ``device``, if given.
 
         Raises:
             ValueError: a value has been cut into another number of parts.
         """
-        if not any(type(leaf) in _splits for leaf in self._leaves):
+        if all(leaf is _TENSOR for leaf in self._leaves):
             return [self] * len(sizes)
+        leaves = self._leaves if device is None else self.on(device)._leaves
         columns = []  # Of each leaf, its part for each microbatch.
-        for leaf in self._leaves:
+        for leaf in leaves:
             split = _splits.get(type(leaf))
             parts = list(split(leaf, sizes)) if split else [leaf] * len(sizes)
             if len(parts) != len(sizes):
@@ -144,12 +145,10 @@ class Structure:
                     f"for {len(sizes)} microbatches of {list(sizes)} rows"
                 )
             columns.append(parts)
-        return [Structure(self._layout, leaves) for leaves in zip(*columns, strict=True)]
+        return [Structure(self._layout, part) for part in zip(*columns, strict=True)]
 
     def has_same_layout(self, other: Structure) -> bool:
         """Whether both have the same containers, with tensors in the same places."""
-        if self is other:
-            return True
         mine, theirs = ([x is _TENSOR for x in each._leaves] for each in (self, other))
         return mine == theirs and self._layout == other._layout
 
@@ -167,6 +166,8 @@ def _tuple_of(count: int) -> Structure:
 def merged(structures: Sequence[Structure]) -> Structure:
     """The structure of a mini-batch's value from those of its microbatches, of the same layout: a
     leaf that is not a tensor becomes a list with an entry per microbatch, but None stays None."""
+    if structures[0] is SINGLE_TENSOR:
+        return SINGLE_TENSOR
     columns = zip(*[structure._leaves for structure in structures], strict=True)
     joined = [
         column[0] if all(x is _TENSOR or x is None for x in column) else list(column)

@@ -32,7 +32,7 @@ from pipekernels.pipeline.partition import (
     split_module,
     warn_of_sequence_first,
 )
-from pipekernels.pipeline.schedule import Schedule, ScheduleName
+from pipekernels.pipeline.schedule import ScheduleName, schedule_of
 from pipekernels.pipeline.skip import verify_skippables
 from pipekernels.pipeline.timeline import Timeline
 
@@ -157,6 +157,8 @@ class Pipe(nn.Module):
             convert_deferred_batch_norm(self.partitions, self.chunks)
         self._engine = Engine(partitions, self.devices, execution)
 
+    # torch.compile supports neither workers nor their locks.
+    @disable_dynamo
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a mini-batch.
 
@@ -193,7 +195,7 @@ class Pipe(nn.Module):
             self._batch(value)  # Checks it.
             return self.to_sequential()(*inputs, **kwargs)
         checkpoint = self.checkpoint if self.training else "never"
-        return self._engine.run(partial(self._batch, value), checkpoint)
+        return self._engine.run(self._batch(value), checkpoint)
 
     @disable_dynamo
     def train_step(
@@ -253,10 +255,10 @@ class Pipe(nn.Module):
             raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; it must be 'mean' or 'sum'")
-        batch = self._batch(arguments_of(self[0], input))
+        batch = self._batch(arguments_of(next(self.partitions[0].children()), input))
         losses = partial(Losses, loss_fn, Targets(batch, target), loss_reduction == "mean")
         checkpoint = self.checkpoint if self.training else "never"
-        return self._engine.train(batch, losses, checkpoint, Schedule(schedule, lanes))
+        return self._engine.train(batch, losses, checkpoint, schedule_of(schedule, lanes))
 
     def _batch(self, value: Any) -> Batch:
         if self._engine.stages.modules != list(self.partitions):

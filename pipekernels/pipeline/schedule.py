@@ -194,6 +194,8 @@ SCHEDULES: dict[str, Callable[..., Program]] = {
     "zb-h1": zb_h1,
 }
 GPIPE = Schedule("gpipe")
+schedule_of = lru_cache(maxsize=256)(Schedule)
+"""A schedule by its name and number of lanes."""
 
 
 @lru_cache(maxsize=256)

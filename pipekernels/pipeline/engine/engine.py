@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,25 +14,23 @@ import torch
 from torch import nn
 
 from pipekernels._torch_private import (
-    disable_dynamo,
     in_backward,
     is_profiler_enabled,
     keeps_graph,
     when_backward_ends,
 )
-from pipekernels.device.streams import has_streams
 from pipekernels.ops.dispatch import check_differentiated_once
 from pipekernels.pipeline.batchnorm import committed
-from pipekernels.pipeline.engine.execution import Executions, Signature
+from pipekernels.pipeline.context import NOTHING, needs_this_thread
 from pipekernels.pipeline.engine.losses import Losses
+from pipekernels.pipeline.engine.mini_batch_run import MiniBatchRun
 from pipekernels.pipeline.engine.parameters import Layers, Parameters
 from pipekernels.pipeline.engine.stages import Stages
-from pipekernels.pipeline.engine.step import Step
+from pipekernels.pipeline.engine.trials import Conditions, Executions, Signature
 from pipekernels.pipeline.microbatch import Batch, Scatter
 from pipekernels.pipeline.schedule import GPIPE, Schedule
 from pipekernels.pipeline.timeline import Timeline
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
 # Whether a pipe runs what the thread runs: a layer, a loss, a hook. Workers copy their caller's.
 _is_in_pipe = ContextVar("pipekernels_in_pipe", default=False)
 
@@ -68,63 +67,56 @@ class Engine:
         # Those of mini-batches that have ended, for reuse: making them takes time.
         self._free_parameters: list[Parameters] = []
 
-    # torch.compile supports neither workers nor their locks.
-    @disable_dynamo
-    def run(self, make_batch: Callable[[], Batch], checkpoint: str) -> Any:
+    def run(self, batch: Batch, checkpoint: str) -> Any:
         """Run a mini-batch through all stages; returns the last one's value. ``checkpoint`` is one
         of ``context.MODES``."""
-        batch = make_batch()
         # A training step may be waiting for a thread that runs a backward, so a forward on such a
         # thread must not wait for the step.
-        turn = _NOTHING if in_backward() else self._turns
+        turn = NOTHING if in_backward() else self._turns
         with _in_pipe(), turn, self.lock:
-            step = self._start(GPIPE, batch, checkpoint, trains=False)
-            with self._committed():
+            run = self._start(GPIPE, batch, checkpoint, trains=False)
+            with committed(self.stages.modules) if self.stages.has_deferred_batch_norm else NOTHING:
                 # Alone, the microbatch runs in the caller's graph. Else the pipe is one node in it.
-                if step.is_alone(batch.tensors):
-                    self.recycle(step)
-                    return step.run_alone(batch.tensors)
-                if step.parameters is None:
-                    tensors = step.forward(batch.tensors)
+                if run.is_alone(batch.tensors):
+                    self.recycle(run)
+                    return run.run_alone(batch.tensors)
+                if run.parameters is None:
+                    tensors = run.forward(batch.tensors)
                 else:
-                    inputs = (*batch.tensors, *step.parameters.unique)
-                    tensors = PipeNode.apply(self, step, *inputs)
-        return step.outputs.build(tensors)
+                    tensors = PipeNode.apply(self, run, *batch.tensors, *run.parameters.unique)
+        return run.outputs.build(tensors)
 
     def train(
         self,
         batch: Batch,
-        make_losses: Callable[[Step], Losses],
+        make_losses: Callable[[MiniBatchRun], Losses],
         checkpoint: str,
         schedule: Schedule,
     ) -> Any:
         """Run a mini-batch forward and backward, and accumulate its gradients; returns
         ``Losses.total()``."""
         with _in_pipe(), self._turns, self.lock, torch.enable_grad():
-            step = self._start(schedule, batch, checkpoint, trains=True)
-            losses = make_losses(step)
+            run = self._start(schedule, batch, checkpoint, trains=True)
+            losses = make_losses(run)
             waiting = partial(_released, self.lock) if self.stages.with_streams else nullcontext
-            with self._committed():
-                input_grads, parameter_grads = step.train(losses, waiting)
-                losses.check()
-            assert step.parameters is not None
-            parameters = step.parameters.unique
-            self.recycle(step)
-            # Keep no other reference to a gradient: autograd would then copy it.
-            grads = [*input_grads, *parameter_grads]
-            targets = [*batch.tensors, *parameters]
-            del input_grads, parameter_grads
+            with committed(self.stages.modules) if self.stages.has_deferred_batch_norm else NOTHING:
+                grads = run.train(losses, waiting)
+                total = losses.total()
+            assert run.parameters is not None
+            targets = [*batch.tensors, *run.parameters.unique]
+            self.recycle(run)
+            device = (self.stages.with_streams or self.stages.devices)[0]
             wanted = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
             # Accumulated by autograd, so that the parameters' hooks run.
-            root = GivenGradients.apply(grads, *wanted) if wanted else None
+            root = GivenGradients.apply(grads, device, *wanted) if wanted else None
         if root is not None:
             torch.autograd.backward(root)
-        return losses.total()
+        return total
 
-    def recycle(self, step: Step) -> None:
+    def recycle(self, run: MiniBatchRun) -> None:
         """Keep the parameter copies of a mini-batch that has ended, for reuse."""
-        if step.parameters is not None:
-            self._free_parameters.append(step.parameters)
+        if run.parameters is not None:
+            self._free_parameters.append(run.parameters)
 
     @contextmanager
     def recorded_by(self, timeline: Timeline) -> Iterator[Timeline]:
@@ -135,14 +127,10 @@ class Engine:
         finally:
             self.stages.timeline = outer
 
-    def _committed(self) -> AbstractContextManager[None]:
-        deferred = self.stages.has_deferred_batch_norm
-        return committed(self.stages.modules) if deferred else _NOTHING
-
     def _current_parameters(self) -> Parameters:
         """Parameter copies that no other mini-batch has."""
         # What is known of layers, and plans made by it, holds until layers change, not parameters.
-        if self._layers.changed_stage() is not None or self._layers.have_other_hooks():
+        if self._layers.changed_stage(with_hooks=True) is not None:
             self.stages.inspect_layers()
             self._executions.forget()
             self._layers = Layers(self.stages.modules)
@@ -152,7 +140,9 @@ class Engine:
                 return known
         return Parameters(self._layers)
 
-    def _start(self, schedule: Schedule, batch: Batch, checkpoint: str, *, trains: bool) -> Step:
+    def _start(
+        self, schedule: Schedule, batch: Batch, checkpoint: str, *, trains: bool
+    ) -> MiniBatchRun:
         """Make the next mini-batch."""
         stages = self.stages
         parameters = self._current_parameters()
@@ -161,19 +151,27 @@ class Engine:
         grad = enabled and (trains or any(wanted) or bool(parameters.unique))
         # The pipe's node holds the graph of the inputs.
         tensors = [tensor.detach() for tensor in batch.tensors] if grad else batch.tensors
-        structure = batch.structure.on(stages.devices[0])  # With its unsplit tensors.
-        inputs = Scatter(Batch(tensors, structure, batch.chunks, batch.dim), wanted)
+        inputs = Scatter(replace(batch, tensors=tensors), wanted, device=stages.devices[0])
         count = len(inputs.sizes)
         dropped = 0
         if grad and checkpoint != "never":
             dropped = count - 1 if checkpoint == "except_last" else count
         bits = inputs.elements.bit_length()
         signature = Signature(schedule, count, bits, grad, stages.training, dropped, trains)
-        fuses = stages.timeline is None and not is_profiler_enabled()  # These show each stage.
-        plan, record = self._executions.choose(signature, fuses=fuses)
+        observed = stages.observed
+        conditions = Conditions(
+            fuses=stages.timeline is None and not is_profiler_enabled(),  # These show each stage.
+            intra_op_threads=torch.get_num_threads(),
+            is_observed=needs_this_thread(),
+            needs_one_thread=observed.hidden or (observed.draws and observed.sets),
+        )
+        record = None
+        plan = self._executions.settled.get((signature, conditions))
+        if plan is None:
+            plan, record = self._executions.choose(signature, conditions)
         if not grad:  # The layers then use the parameters themselves.
             self._free_parameters.append(parameters)
-        return Step(
+        return MiniBatchRun(
             plan=plan,
             stages=stages,
             inputs=inputs,
@@ -213,11 +211,11 @@ class PipeNode(torch.autograd.Function):
     """A whole pipe as one node: inputs and parameters in, outputs out."""
 
     @staticmethod
-    def forward(ctx: Any, engine: Engine, step: Step, *given: Any) -> tuple[torch.Tensor, ...]:
-        whole = step.forward(given)
-        ctx.engine, ctx.step = engine, step
+    def forward(ctx: Any, engine: Engine, run: MiniBatchRun, *given: Any) -> Any:
+        whole = run.forward(given)
+        ctx.engine, ctx.run = engine, run
         ctx.set_materialize_grads(False)
-        wants = step.outputs.wants_grad
+        wants = run.outputs.wants_grad
         ctx.mark_non_differentiable(*[o for o, want in zip(whole, wants, strict=True) if not want])
         return whole
 
@@ -226,12 +224,12 @@ class PipeNode(torch.autograd.Function):
         check_differentiated_once("a pipe")
         keep_graph = keeps_graph()
         with _in_pipe(is_backward=True), ctx.engine.lock:
-            inputs, parameters = ctx.step.backward(grads, keep_graph)
+            found = ctx.run.backward(grads, keep_graph)
             # Autograd may run what a loss has besides the pipe's output after this node.
-            when_backward_ends(partial(_deny_accumulated, ctx.engine.lock, ctx.step.parameters))
+            when_backward_ends(partial(_deny_accumulated, ctx.engine.lock, ctx.run.parameters))
             if not keep_graph:
-                ctx.engine.recycle(ctx.step)
-        return (None, None, *inputs, *parameters)
+                ctx.engine.recycle(ctx.run)
+        return (None, None, *found)
 
 
 def _deny_accumulated(lock: threading.RLock, parameters: Parameters) -> None:
@@ -244,15 +242,16 @@ class GivenGradients(torch.autograd.Function):
     empties the list, because autograd copies gradients that others refer to."""
 
     @staticmethod
-    def forward(ctx: Any, grads: list[torch.Tensor | None], *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, grads: list[torch.Tensor | None], device: torch.device, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         ctx.grads = grads
         # On a device with streams, if any, so that autograd makes the accumulation wait for the
         # current stream.
-        devices = [tensor.device for tensor in tensors]
-        return torch.zeros((), device=next(filter(has_streams, devices), devices[0]))
+        return torch.zeros((), device=device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grads = tuple([grad for grad in ctx.grads if grad is not None])
         ctx.grads.clear()
-        return None, *grads
+        return None, None, *grads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.autograd.graph import Node
 from pipekernels._torch_private import run_backward
 from pipekernels.ops.device_copy import p2p_copy
 from pipekernels.pipeline.engine.entry import PAST_THE_OUTPUT, StageInput
+from pipekernels.pipeline.engine.mini_batch_run import MiniBatchRun
 from pipekernels.pipeline.engine.parameters import add_to
-from pipekernels.pipeline.engine.step import Step
 from pipekernels.pipeline.microbatch import (
     Activation,
     Batch,
@@ -47,7 +48,7 @@ class Targets:
                 "a target has a graph, whose backward each microbatch would run again; detach it, "
                 "or use loss_fn(pipe(input), target).backward()"
             )
-        whole = Batch(tensors, structure, batch.chunks, batch.dim)
+        whole = replace(batch, tensors=tensors, structure=structure)
         self._parts = Scatter(whole, what="target")
         rows = rows_of(batch.tensors, batch.dim, "input")
         if self._parts.rows != rows:
@@ -76,8 +77,8 @@ class Losses:
     and the order, and so the last bits of a common sum, would depend on timing.
     """
 
-    def __init__(self, loss: LossFunction, targets: Targets, mean: bool, step: Step) -> None:
-        inputs, stages = step.inputs, step.stages
+    def __init__(self, loss: LossFunction, targets: Targets, mean: bool, run: MiniBatchRun) -> None:
+        inputs, stages = run.inputs, run.stages
         self._loss = loss
         self._targets = targets
         self._weights = shares(inputs.sizes) if mean else [1.0] * len(inputs.sizes)
@@ -86,12 +87,10 @@ class Losses:
         # By microbatch: a loss with a graph, and the list that gets the gradients of the outputs.
         self._losses: dict[int, tuple[torch.Tensor, list[torch.Tensor | None]]] = {}
         self._required_grad = False
-        # Seeded as if the loss were one more stage.
-        self._seeded = partial(step.seeds.seeded, stage=len(stages.modules))
         self._modules = stages.modules
-        assert step.parameters is not None
-        self._keys = step.parameters.keys()  # Graphs have the copies, whose keys these are.
-        self._drop_accumulated = step.parameters.drop_accumulated
+        assert run.parameters is not None
+        self._keys = run.parameters.keys()  # Graphs have the copies, whose keys these are.
+        self._drop_accumulated = run.parameters.drop_accumulated
         self.parameter_grads: dict[int, torch.Tensor] = {}
 
     def collect(self, m: int, outputs: Activation) -> None:
@@ -106,8 +105,7 @@ class Losses:
                 tensors[i] = StageInput.apply(leaf, grads, i, self._drop_accumulated)
         value = outputs.structure.build(tensors)
         target = self._targets.take(m, outputs.tensors[0].device)
-        with self._seeded(m):
-            loss = self._loss(value, *target)
+        loss = self._loss(value, *target)
         if isinstance(loss, tuple) and len(loss) == 2:  # With values to return beside it.
             loss, extras = loss
             self._collect_extras(m, extras)
@@ -180,18 +178,15 @@ class Losses:
             add_to(self.parameter_grads, key, grad)
         return (*grads[:i], None, *grads[i + 1 :])  # Nothing for the parameter copy.
 
-    def check(self) -> None:
-        """After all microbatches: raise a RuntimeError if no loss required a gradient."""
+    def total(self) -> Any:
+        """The loss of the whole batch: microbatches summed in their order; in a tuple with the
+        values returned beside it, if there are any. RuntimeError if no loss required a gradient."""
         if not self._required_grad:
             raise RuntimeError(
                 "no loss requires a gradient, so nothing can be trained: all parameters are "
                 "frozen, loss_fn returns what does not depend on them, or torch.inference_mode() "
                 "is on; to only evaluate, use loss_fn(pipe(input), target)"
             )
-
-    def total(self) -> Any:
-        """The loss of the whole batch: microbatches summed in their order; in a tuple with the
-        values returned beside it, if there are any."""
         weighted = [self._values[m] * weight for m, weight in enumerate(self._weights)]
         total = torch.stack(weighted).sum()
         extras = self._extras.take()

@@ -45,22 +45,22 @@ class Layers:
         # Of each layer, its dict, and a copy that keeps the parameters and so their ids.
         self.parameters = [[(x._parameters, {**x._parameters}) for x in stage] for stage in every]
         self._states = [[_state(layer) for layer in stage] for stage in every]
-        # The keys of hooks are never used again.
-        self._hooks = [
-            (layer, [*layer._forward_pre_hooks, *layer._forward_hooks])
-            for layer in chain.from_iterable(every)
-        ]
 
-    def changed_stage(self) -> int | None:
-        """The first stage whose layers, modes or parameters have changed; None if there is none.
-        Without calls, as every mini-batch asks."""
+    def changed_stage(self, *, with_hooks: bool = False) -> int | None:
+        """The first stage whose layers, modes or parameters have changed, or ``with_hooks`` also
+        its hooks, which recomputations may have others of; None if there is none. Without calls, as
+        every mini-batch asks."""
         for stage, states in enumerate(self._states):
-            for layer, layer_class, training, hooked, children, names, ids, identities in states:
+            for layer, layer_class, training, hooks, children, names, ids, identities in states:
                 own = layer._parameters
+                before, after = hooks
                 if (
                     layer.training is not training
                     or type(layer) is not layer_class
-                    or bool(layer._forward_pre_hooks) is not hooked
+                    or bool(layer._forward_pre_hooks) is not bool(before)
+                    # Keys, which are never used again.
+                    or (with_hooks and [*layer._forward_pre_hooks] != before)
+                    or (with_hooks and [*layer._forward_hooks] != after)
                     or [*layer._modules.values()] != children
                     or [*own.keys()] != names
                     # The copies of another mini-batch may be there, inside whose backward
@@ -71,23 +71,16 @@ class Layers:
                     return stage
         return None
 
-    def have_other_hooks(self) -> bool:
-        """Whether hooks have come or gone since. Recomputations run with present ones."""
-        for layer, hooks in self._hooks:
-            if [*layer._forward_pre_hooks, *layer._forward_hooks] != hooks:
-                return True
-        return False
 
-
-State = tuple[nn.Module, type, bool, bool, list[Any], list[str], list[int], list[int]]
+Ids = list[int]
+State = tuple[nn.Module, type, bool, tuple[Ids, Ids], list[Any], list[str], Ids, Ids]
 
 
 def _state(layer: nn.Module) -> State:
-    """What a recomputation must find again."""
     own, children = layer._parameters, [*layer._modules.values()]
     ids, identities = [*map(id, own.values())], [*map(identity, own.values())]
-    hooked = bool(layer._forward_pre_hooks)
-    return layer, type(layer), layer.training, hooked, children, [*own.keys()], ids, identities
+    hooks = [*layer._forward_pre_hooks], [*layer._forward_hooks]
+    return layer, type(layer), layer.training, hooks, children, [*own.keys()], ids, identities
 
 
 class Parameters:

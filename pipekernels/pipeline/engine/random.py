@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,25 +29,6 @@ from torch.overrides import TorchFunctionMode
 _generator_lock: Any = threading.Lock()
 # A worker, a thread only of the parent, may have held it.
 os.register_at_fork(after_in_child=_generator_lock._at_fork_reinit)
-
-
-def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
-    """The default generators of the CPU and of ``devices``."""
-    cuda = sorted({d.index or 0 for d in devices if d.type == "cuda"})
-    if cuda:
-        torch.cuda.init()  # torch creates the CUDA generators here.
-    return [torch.default_generator, *(torch.cuda.default_generators[i] for i in cuda)]
-
-
-@contextmanager
-def preserved(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Restore the states of ``generators`` after the body."""
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 _NAMES = {
@@ -70,7 +51,6 @@ _RANDOM: dict[Any, list[tuple[int, str, Any]]] = {
 }
 _TENSOR_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 Context = AbstractContextManager[Any]
-_NOTHING: Context = nullcontext()
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -83,7 +63,8 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 @dataclass
 class Observed:
-    """What mini-batches have found out about what layers do, on any thread."""
+    """What mini-batches have found out about what layers do, on any thread. Random numbers would
+    depend on timing on several threads if layers draw some that are hidden, or draw and set."""
 
     draws: bool = False  # They draw random numbers that workers can seed separately.
     # They draw some that workers cannot: from a generator of their own, or where no function mode
@@ -93,10 +74,6 @@ class Observed:
     # themselves. That changes the random numbers of other threads.
     sets: bool = False
     tensor_hooks: bool = False  # They put hooks on tensors, if HookWatch looked.
-
-    def needs_one_thread(self) -> bool:
-        """Whether random numbers would depend on timing if stages ran on several threads."""
-        return self.hidden or (self.draws and self.sets)
 
 
 class HookWatch(TorchFunctionMode):
@@ -213,33 +190,32 @@ def _set(setter: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-class Seeds:
-    """The random numbers of one mini-batch. The constructor draws a number from the default CPU
-    generator.
+class Seeding(NamedTuple):
+    """How the random functions of tasks are seeded, and watched."""
 
-    Args:
-        generators: seeded before each task; none if ``forward`` seeds.
-        forward: makes, of the seed, a context for a task's forward or its recomputation.
-        backward: makes a context in which autograd runs a stage's backward.
-    """
+    generators: Sequence[torch.Generator]  # Seeded before each task.
+    # Makes, of the seed, a context for a task's forward or its recomputation.
+    forward: Callable[[int], Context] | None = None
+    # Makes a context in which autograd runs a stage's backward.
+    backward: Callable[[], Context] = nullcontext
 
-    def __init__(
-        self,
-        generators: Sequence[torch.Generator],
-        forward: Callable[[int], Context] | None = None,
-        backward: Callable[[], Context] = nullcontext,
-    ) -> None:
-        self._generators = generators
-        self._forward = forward
-        self.in_backward = backward
-        self._base = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
-    def seeded(self, micro_batch: int, stage: int) -> Context:
-        """A context for a forward or its recomputation, made and entered on its thread: both get
-        the same numbers from torch's default generators."""
-        # The odd strides make seeds distinct.
-        seed = self._base + stage * 0x9E3779B1 + micro_batch * 0x85EBCA77
-        # Before the context is made: an audit remembers the state that it begins with.
-        for generator in self._generators:
-            generator.manual_seed(seed)
-        return _NOTHING if self._forward is None else self._forward(seed)
+def seeding_of(
+    generators: Sequence[torch.Generator],
+    observed: Observed,
+    *,
+    is_first: bool,
+    on_workers: bool,
+    splits: bool,
+) -> Seeding:
+    """How mini-batches are seeded: the first, whose layers are not known yet, those on workers, and
+    those inline, with backwards in two parts or without."""
+    if is_first:
+        return Seeding(
+            generators, lambda _: Audit(observed), partial(Audit, observed, backward=True)
+        )
+    if on_workers:
+        return Seeding((), partial(WorkerRandom, observed), partial(WorkerRandom, observed))
+    if splits:  # They would call hooks twice.
+        return Seeding(generators, lambda _: HookWatch(observed))
+    return Seeding(generators)

@@ -10,7 +10,8 @@ from torch import nn
 
 from pipekernels.device.streams import has_streams
 from pipekernels.pipeline.batchnorm import DeferredBatchNorm
-from pipekernels.pipeline.engine.random import Observed, generators_of
+from pipekernels.pipeline.context import generators_of
+from pipekernels.pipeline.engine.random import Observed
 from pipekernels.pipeline.engine.task import Task
 from pipekernels.pipeline.partition import has_collectives
 from pipekernels.pipeline.skip import SkipRoutes

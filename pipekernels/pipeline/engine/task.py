@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,16 +12,18 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipekernels._torch_private import PythonNode, run_backward
-from pipekernels.pipeline.context import during, recomputing
+from pipekernels.pipeline.context import NOTHING, during, recomputing
 from pipekernels.pipeline.engine.entry import StageInput, copy_of
 from pipekernels.pipeline.engine.error_notes import name_of
 from pipekernels.pipeline.engine.parameters import Parameters, versions
-from pipekernels.pipeline.engine.random import Seeds
 from pipekernels.pipeline.engine.split_backward import WeightBackward, backward_of_inputs
 from pipekernels.pipeline.microbatch import Activation, Grads
 from pipekernels.pipeline.nested import Arguments, flatten
 from pipekernels.pipeline.partition import layers
 from pipekernels.pipeline.skip import Key, carried, skips_of
+
+Seeded = Callable[[int, int], AbstractContextManager[Any]]
+"""Makes the context of a task's forward, from its stage and microbatch."""
 
 Values = dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 """By id and version of a buffer: it, and a copy of that version."""
@@ -70,10 +72,6 @@ def buffers_of_forward(layers: Sequence[nn.Module], saved: Sequence[Buffer]) -> 
     finally:
         for owner, name, buffer in present:
             owner[name] = buffer
-
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
-_NO_SKIPS: AbstractContextManager[dict[Key, Any]] = nullcontext({})
 
 
 Root = GradientEdge | torch.Tensor
@@ -219,7 +217,7 @@ class Task:
     def forward(
         self,
         inputs: Activation,
-        seeds: Seeds,
+        seeded: Seeded,
         m: int,
         *,
         parameters: Parameters | None = None,
@@ -230,7 +228,7 @@ class Task:
 
         Args:
             inputs: detached, on the device of the stages.
-            seeds: seeds each stage.
+            seeded: seeds each stage.
             parameters: what a graph that begins at ``inputs`` accumulates into; its outputs are
                 detached. None: without a graph.
             preserve: whether ``inputs`` must keep their values.
@@ -240,16 +238,16 @@ class Task:
         # known once a copy has been used: by its version.
         tensors = inputs.tensors
         before: list[int] | None = None
-        if (preserve or self._is_first) and self.may_overwrite(tensors):
+        if self._may_overwrite and (preserve or self._is_first) and self.may_overwrite(tensors):
             with torch.inference_mode(False):  # Whose tensors have no versions.
                 tensors = tuple([copy_of(tensor) for tensor in tensors])
             before = versions(tensors)
         n = len(tensors) - len(inputs.skips)
         leaves: list[torch.Tensor | None] = []
         grads: list[torch.Tensor | None] = []
-        carrying: AbstractContextManager[dict[Key, Any]] = _NO_SKIPS
+        carrying: AbstractContextManager[Any] = NOTHING
         has_graph = parameters is not None
-        with _NOTHING if alone else torch.set_grad_enabled(has_graph):
+        with NOTHING if alone else torch.set_grad_enabled(has_graph):
             # The graph begins at leaves of its own; its backward leaves their gradients in `grads`.
             args = list(tensors)
             if parameters is not None:
@@ -266,7 +264,7 @@ class Task:
             with carrying as skips:
                 for index, stage in self.stages:
                     spread = type(value) is Arguments
-                    with seeds.seeded(m, index):
+                    with seeded(index, m):
                         value = _spread(stage, value) if spread else stage(value)
                     outputs, structure = flatten(value, f"the output of stage {index}")
         if before is not None:
@@ -291,7 +289,7 @@ class Task:
         return Activation(detached, wants_grad, structure, sent), graph
 
     def recompute(
-        self, graph: SavedGraph, seeds: Seeds, m: int, parameters: Parameters
+        self, graph: SavedGraph, seeded: Seeded, m: int, parameters: Parameters
     ) -> SavedGraph:
         """Run the layers a second time on the graph's inputs, now with a graph. Buffers and inputs
         keep their values. RuntimeError if the graph is not that of the forward."""
@@ -299,7 +297,7 @@ class Task:
         assert graph.inputs is not None
         with during(recomputing), buffers_of_forward(self.layers, graph.buffers):
             inputs = graph.inputs
-            _, recomputed = self.forward(inputs, seeds, m, parameters=parameters, preserve=True)
+            _, recomputed = self.forward(inputs, seeded, m, parameters=parameters, preserve=True)
         nodes = recomputed.node_types()
         if nodes != graph.nodes:
             raise RuntimeError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,10 +24,9 @@ from pipekernels.device import streams
 from pipekernels.device.channel import Channel, PendingCopy, channel, settle_all
 from pipekernels.device.profiling import in_profile
 from pipekernels.device.streams import Stream
+from pipekernels.pipeline.context import NOTHING
 from pipekernels.pipeline.skip import Key, SkipRoutes
 from pipekernels.pipeline.timeline import Mark, clock
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 Receiver = tuple[int, int, bool]
 """The action that uses a copy: its stage (-1: the caller), microbatch, and whether a backward."""
@@ -90,7 +89,7 @@ class Transport:
             used = self._channels.get(key) or self._channels.setdefault(key, channel(*key))
             # Asked here already, which saves each transfer a call of Python.
             profiled = is_profiler_enabled()
-            with in_profile("copy from %s to %s", *route) if profiled else _NOTHING:
+            with in_profile("copy from %s to %s", *route) if profiled else NOTHING:
                 copies, pending = used.send([tensors[i] for i in indices])  # type: ignore[misc]
             self.pending.setdefault(receiver, []).append(pending)
             for i, copy in zip(indices, copies, strict=True):

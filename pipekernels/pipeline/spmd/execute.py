@@ -26,7 +26,7 @@ from pipekernels._arguments import check_kind, integer
 from pipekernels._torch_private import disable_dynamo, enclosing_mesh
 from pipekernels.ops.dispatch import check_differentiated_once
 from pipekernels.pipeline.batchnorm import committed
-from pipekernels.pipeline.engine.random import Seeds, generators_of, preserved
+from pipekernels.pipeline.context import draw_seed, generators_of, preserved, seed_task
 from pipekernels.pipeline.nested import tensors_in
 from pipekernels.pipeline.spmd.transport import Axis, Features, Link, axis_of
 
@@ -74,7 +74,7 @@ def execute_pipeline(
     axis = axis_of(mesh, model_axis_name)
     parts = _parts(x, count) if axis.stage == 0 or x is not None else ()
     generators = generators_of([axis.device])
-    seeds = Seeds(generators)
+    base = draw_seed()
     with committed([module]), preserved(generators):
         # A stage announces its messages to the next one when its first result shows their shape.
         previous = None if axis.stage == 0 else Link.to_previous(axis, count)
@@ -85,8 +85,8 @@ def execute_pipeline(
         for m in range(count):
             if previous is None:
                 part = parts[m].clone()  # Layers may work in place.
-            with seeds.seeded(m, axis.stage):
-                result = module(part, *args, **kwargs)
+            seed_task(generators, base, axis.stage, m)
+            result = module(part, *args, **kwargs)
             check_kind("what the module returns", result, Tensor, "a tensor")
             if axis.is_last:
                 results.append(result.clone())  # Modules may return the same memory each time.
@@ -191,7 +191,8 @@ class PipelineModule(nn.Module):
             mesh=enclosing_mesh() if mesh is None else mesh,
         )
         generators = generators_of([axis.device])
-        with preserved(generators), Seeds(generators).seeded(0, axis.stage):
+        with preserved(generators):
+            seed_task(generators, draw_seed(), axis.stage, 0)
             self.module = module_fn()
         check_kind("what module_fn returns", self.module, nn.Module, "an nn.Module")
 

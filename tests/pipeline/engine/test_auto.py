@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipekernels import Communicator, Pipe, RowParallelLinear
-from pipekernels.pipeline.engine.execution import FIRST, TRIALS, Auto, Signature
+from pipekernels.pipeline.engine.execution import FIRST
+from pipekernels.pipeline.engine.trials import TRIALS, Auto, Signature
 from pipekernels.pipeline.schedule import GPIPE
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,9 +13,9 @@ from support.pipes import on_cpus, pipe_of
 from torch import nn
 
 from pipekernels.pipeline.engine import engine
-from pipekernels.pipeline.engine.step import Step
+from pipekernels.pipeline.engine.mini_batch_run import MiniBatchRun
 
-Runs = list[weakref.ref[Step]]
+Runs = list[weakref.ref[MiniBatchRun]]
 
 
 class Token:
@@ -78,12 +78,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
     """All mini-batches of all pipes; the garbage collector is disabled meanwhile."""
     found: Runs = []
 
-    class Recorded(Step):
+    class Recorded(MiniBatchRun):
         def __init__(self, **args: Any) -> None:
             super().__init__(**args)
             found.append(weakref.ref(self))
 
-    monkeypatch.setattr(engine, "Step", Recorded)
+    monkeypatch.setattr(engine, "MiniBatchRun", Recorded)
     gc.disable()
     yield found
     gc.enable()

@@ -19,7 +19,7 @@ from support.levels import in_gate
 from support.pipes import pipe_of
 from torch import nn
 
-from pipekernels.pipeline.engine import stages, step
+from pipekernels.pipeline.engine import mini_batch_run, stages
 from pipekernels.pipeline.engine.transport import Transport
 from pipekernels.pipeline.engine.workers import intra_op_threads
 
@@ -162,7 +162,7 @@ def test_a_forward_during_a_training_step(monkeypatch: pytest.MonkeyPatch) -> No
             return nullcontext()
 
     monkeypatch.setattr(stages, "has_streams", lambda device: True)
-    monkeypatch.setattr(step, "Transport", WithoutStreams)
+    monkeypatch.setattr(mini_batch_run, "Transport", WithoutStreams)
     pipe = pipe_of(nn.Linear(4, 4), nn.Tanh())
     x, parameters = torch.randn(8, 4), list(pipe.parameters())
     expected = torch.autograd.grad(pipe(x).sum(), parameters)

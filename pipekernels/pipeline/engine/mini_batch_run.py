@@ -13,14 +13,21 @@ import torch
 
 from pipekernels._torch_private import is_profiler_enabled
 from pipekernels.device import streams
-from pipekernels.device.autocast import cast_cache
 from pipekernels.device.profiling import in_profile
-from pipekernels.pipeline.context import CallerContext, checkpointing, during
+from pipekernels.pipeline.context import (
+    NOTHING,
+    CallerContext,
+    checkpointing,
+    draw_seed,
+    during,
+    preserved,
+    seed_task,
+    without_cast_cache,
+)
 from pipekernels.pipeline.engine.entry import copied_apart
 from pipekernels.pipeline.engine.error_notes import note_backward, note_layer
-from pipekernels.pipeline.engine.execution import Plan
+from pipekernels.pipeline.engine.execution import ExecutionPlan
 from pipekernels.pipeline.engine.parameters import Parameters, versions
-from pipekernels.pipeline.engine.random import preserved
 from pipekernels.pipeline.engine.split_backward import WeightBackward
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.engine.task import SavedGraph, Task, Values, buffers_now, may_join
@@ -38,13 +45,12 @@ from pipekernels.pipeline.schedule import Action, Program
 
 T = TypeVar("T")
 Compute = Callable[[Action, Any], Any]
-Waiting = Callable[[], AbstractContextManager[Any]]
+Contexts = Callable[[], AbstractContextManager[Any]]
 
 _AT_ONCE = Program([[Action("B", 0, 0)]])  # Stands for the backwards of all microbatches.
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class Step:
+class MiniBatchRun:
     """Runs the actions of one mini-batch.
 
     A microbatch passes through these parts of a stage in its forward, and back in its backward::
@@ -62,13 +68,13 @@ class Step:
         parameters: the stages', None if no backward can follow.
         dropped: how many microbatches, from the first, keep only their inputs and are recomputed
             in the backward.
-        record: called with the seconds that the mini-batch took, when it has ended.
+        record: called with the seconds that the mini-batch took, when it has ended, if not None.
     """
 
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: ExecutionPlan,
         stages: Stages,
         inputs: Scatter,
         parameters: Parameters | None,
@@ -78,15 +84,15 @@ class Step:
         self.stages = stages
         self.inputs = inputs
         self.parameters = parameters
-        self.seeds = plan.make_seeds()
         self.outputs = Outputs(inputs.sizes, inputs.dim)
         self._plan = plan
+        self._seed = draw_seed()  # That of each task follows from it.
         self._tasks = plan.tasks
         self._dropped = dropped
         self._record = record
         self._seconds = 0.0
         self._consumer: OutputConsumer = self.outputs  # In a training step, the losses.
-        self._copies_outputs = len(inputs.sizes) > 1  # Whether the consumer does, as they come.
+        self._trains = False  # Whether this is a training step.
         # Context of the thread that starts the forward. Read only if recomputations need it: the
         # first read takes as long as two small layers.
         self._context: CallerContext | None = None
@@ -98,7 +104,7 @@ class Step:
         ]
         self._skips = SkipTable(stages.skips, stages.devices)
         # Makes a context for the time in which autograd runs, on this thread or on another.
-        self._waiting: Waiting = nullcontext
+        self._waiting: Contexts = nullcontext
         self._keep_graph = False  # Whether the present backward is to.
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, microbatch)
         self._input_grads: list[Grads] = []  # By microbatch, in a backward.
@@ -126,8 +132,8 @@ class Step:
         (task,) = self._tasks
         inputs = replace(self.inputs.take(0), tensors=tuple(given))
         try:
-            with preserved(self.stages.generators), cast_cache(False):
-                outputs, _ = task.forward(inputs, self.seeds, 0, alone=True)
+            with preserved(self.stages.generators), without_cast_cache():
+                outputs, _ = task.forward(inputs, self.seeded, 0, alone=True)
         except Exception as error:
             note_layer(error, task.stages, 0, "forward")
             raise
@@ -139,24 +145,25 @@ class Step:
         parameters = self.parameters
         with (
             preserved(self.stages.generators),
-            _NOTHING if parameters is None else parameters.installed(),
+            NOTHING if parameters is None else parameters.installed(),
             self._phase(),
-            cast_cache(False),
-            self._observed(self._plan.program.forwards, self._forward) as compute,
+            without_cast_cache(),
         ):
             if self._dropped:
                 self._context = CallerContext()
-            self._plan.run(self._plan.program.forwards, compute)
-        if parameters is None:
-            self._note_seconds()
-        elif self._dropped:
+            program = self._plan.program.forwards
+            with self._observed(program, self._forward, ends=parameters is None) as compute:
+                self._plan.run(program, compute)
+        if parameters is not None and self._dropped:
             self._parameter_versions = parameters.versions()
         # Joined outputs are new tensors; that of a single microbatch is the layers' own.
         whole = self.outputs.take()
         return whole if len(self.inputs.sizes) > 1 else copy_if_aliased(whole, given)
 
-    def backward(self, grads: Sequence[torch.Tensor | None], keep_graph: bool) -> list[Grads]:
-        """Run every backward of the program; returns the gradients of the inputs, and of the
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], keep_graph: bool
+    ) -> list[torch.Tensor | None]:
+        """Run every backward of the program; returns the gradients of the inputs, then those of the
         parameters.
 
         Args:
@@ -179,73 +186,50 @@ class Step:
         if self._plan.is_fused and not self._dropped and may_join(self._graphs[0]):
             compute, program = self._backward_at_once, _AT_ONCE  # Autograd is entered once.
         self.outputs.give(grads)
-        # Streams as in the forward. Then what the backwards accumulate into has to be empty, and
-        # layers that run again need their parameter copies.
-        with (
-            self._phase(),
-            self._accumulating() as results,
-            self._restored() if self._dropped else _NOTHING,
-            self._observed(program, compute) as observed,
-        ):
-            self._plan.run(program, observed)
-        self._note_seconds()
-        return results
+        # Streams as in the forward. Layers that run again need their parameter copies.
+        with self._phase(), self._restored() if self._dropped else NOTHING:
+            return self._gradients(program, compute)
 
-    def train(self, losses: OutputConsumer, waiting: Waiting) -> list[Grads]:
+    def train(self, losses: OutputConsumer, waiting: Contexts) -> list[torch.Tensor | None]:
         """Run the whole program, with ``losses`` between forwards and backwards; returns as
         :meth:`backward`. Autograd runs, on this thread or another, in contexts of ``waiting``."""
         assert self.parameters is not None
-        with cast_cache(False):
-            self._context = context = CallerContext()  # For forwards on any thread.
         self._waiting = waiting
-        self._consumer, self._copies_outputs = losses, False
-
-        def compute(action: Action, value: Any) -> Any:
-            if action.type == "F":
-                with context.applied():
-                    return self._forward(action, value)
-            return self._backward(action, value)
-
-        # Backwards run without the caller's autocast, as autograd's do; forwards apply it again.
-        with (
-            context.without_autocast(),
-            self._phase(),
-            self._accumulating() as results,
-            preserved(self.stages.generators),
-            self.parameters.installed(),
-            self._observed(self._plan.program, compute) as observed,
-        ):
-            self._plan.run(self._plan.program, observed)
-        self._note_seconds()
-        return results
+        self._consumer, self._trains = losses, True
+        with without_cast_cache():
+            self._context = CallerContext()  # For forwards on any thread.
+            # Backwards run without the caller's autocast, as autograd's do; forwards apply it.
+            with (
+                self._context.without_autocast(),
+                self._phase(),
+                preserved(self.stages.generators),
+                self.parameters.installed(),
+            ):
+                return self._gradients(self._plan.program, self._action)
 
     @contextmanager
-    def _observed(self, program: Program, compute: Compute) -> Iterator[Compute]:
-        """Yield ``compute``, recorded by the timeline and the profiler, for the body, which runs
-        ``program``; time the body."""
-        recorded: AbstractContextManager[Compute] = nullcontext(compute)
+    def _observed(self, program: Program, compute: Compute, *, ends: bool) -> Iterator[Compute]:
+        """Yield ``compute``, shown by the timeline and the profiler, for the body, which runs
+        ``program``; time the body. ``ends`` says whether the mini-batch has then ended."""
         timeline = self.stages.timeline
+        recorded: AbstractContextManager[Any] = NOTHING
         # A fused task has no stages to show: the timeline began after its forward.
         if timeline is not None and not self._plan.is_fused:
             clocks = {task.device: self._transport.clock(task.device) for task in self._tasks}
             clock_of = [clocks[task.device] for task in self._tasks].__getitem__
             recorded = timeline.recorded(compute, program, clock_of)
-        with recorded as observed:
-            if is_profiler_enabled():
-                observed = partial(_in_profile, observed)
+        with recorded as recording:
+            compute = recording or compute
             begin = time.perf_counter()
-            yield observed
+            yield partial(_in_profile, compute) if is_profiler_enabled() else compute
             self._seconds += time.perf_counter() - begin
-
-    def _note_seconds(self) -> None:
-        """Note that the mini-batch has ended."""
-        if self._record is not None:
+        if ends and self._record is not None:
             self._record(self._seconds)
 
     def _phase(self) -> AbstractContextManager[None]:
         """A context for a forward or a backward."""
         self._device = self.stages.devices[0]
-        return self._transport.phase() if self.stages.with_streams else _NOTHING
+        return self._transport.phase() if self.stages.with_streams else NOTHING
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -264,36 +248,52 @@ class Step:
                 "the backward, or use checkpoint='never'"
             )
         # The cache is off as in the forward, whose settings recomputations have.
-        with preserved(self.stages.generators), self.parameters.installed(), cast_cache(False):
+        with preserved(self.stages.generators), self.parameters.installed(), without_cast_cache():
             yield
         # Layers may write to their parameters, and another backward may follow.
         self._parameter_versions = self.parameters.versions()
 
-    @contextmanager
-    def _accumulating(self) -> Iterator[list[Grads]]:
-        """Yield a list, which gets the gradients of the inputs, and of the parameters, when the
-        body, which runs backwards, has ended."""
+    def _gradients(self, program: Program, compute: Compute) -> list[torch.Tensor | None]:
+        """Run ``program``, which has backwards; returns the gradients of the inputs, then those of
+        the parameters."""
         assert self.parameters is not None
-        results = list[Grads]()
         # Left by a backward that began past the pipe's output, in a graph that layers have kept.
         self.parameters.deny_accumulated()
         self._input_grads = [()] * len(self.inputs.sizes)
         try:
-            yield results
+            with self._observed(program, compute, ends=True) as observed:
+                self._plan.run(program, observed)
             # Gradients that were copied to the caller's device (stage -1) are waited for last.
             if self._transport.pending:
                 for m in range(len(self.inputs.sizes)):
                     self._transport.receive((-1, m, True))
-            results.append(self.inputs.joined(self._input_grads))
+            of_losses = self._consumer.parameter_grads
+            return [*self.inputs.joined(self._input_grads), *self.parameters.accumulated(of_losses)]
         finally:
             # After a failure too: nothing may leak into the next backward.
             self._second_parts.clear()
             self._skips.forget_grads()
             self._input_grads = []
             self.outputs.give(())
-            results.append(tuple(self.parameters.accumulated(self._consumer.parameter_grads)))
+            self.parameters.drop_accumulated()
+
+    def seeded(self, stage: int, m: int) -> AbstractContextManager[Any]:
+        """A context for a forward or its recomputation, made and entered on its thread: both get
+        the same numbers from torch's default generators."""
+        seeding = self._plan.seeding
+        # Before the context is made: an audit remembers the state that it begins with.
+        seed = seed_task(seeding.generators, self._seed, stage, m)
+        return NOTHING if seeding.forward is None else seeding.forward(seed)
 
     # ---- actions ---------------------------------------------------------------------------------
+
+    def _action(self, action: Action, value: Any) -> Any:
+        """An action of a training step, whose thread may have another context than the caller's."""
+        if action.type != "F":
+            return self._backward(action, value)
+        assert self._context is not None
+        with self._context.applied():
+            return self._forward(action, value)
 
     def _forward(self, action: Action, inputs: Activation | None) -> Any:
         """Run a stage on the previous stage's outputs, None for the first; returns its own, which
@@ -314,9 +314,9 @@ class Step:
         before = versions(inputs.tensors) if dropped else []
         buffers = buffers_now(task.layers, self._buffer_values) if dropped else []
         try:
-            with during(checkpointing) if dropped else _NOTHING:
+            with during(checkpointing) if dropped else NOTHING:
                 outputs, graph = task.forward(
-                    inputs, self.seeds, m, parameters=self.parameters, preserve=dropped
+                    inputs, self.seeded, m, parameters=self.parameters, preserve=dropped
                 )
         except Exception as error:
             note_layer(error, task.stages, m, "forward")
@@ -329,14 +329,17 @@ class Step:
         # Layers may return their input, and what gets that may write to it: the next stage, the
         # loss, or the caller. The caller's tensors must not change, nor a recomputation's inputs.
         is_last = stage == len(self._tasks) - 1
-        if (dropped or stage == 0) and not (is_last and self._copies_outputs):
+        are_copied = is_last and not self._trains and len(self.inputs.sizes) > 1
+        if (dropped or stage == 0) and not are_copied:
             outputs = replace(outputs, tensors=copied_apart(outputs.tensors, inputs.tensors))
         # 4, 5.
         if outputs.skips:
             outputs, sent = outputs.without_skips()
             self._skips.leave(sent, m, self._transport)
         if is_last:
-            self._consumer.collect(m, outputs)
+            # A loss is seeded as one more stage.
+            with self.seeded(len(self.stages.modules), m) if self._trains else NOTHING:
+                self._consumer.collect(m, outputs)
             return None
         return self._send(outputs, stage + 1, m)
 
@@ -357,7 +360,7 @@ class Step:
         if (stage, m, True) in self._transport.pending:
             self._transport.receive((stage, m, True))
         if grads is None:
-            with self._waiting(), self.seeds.in_backward():
+            with self._waiting(), self._plan.seeding.backward():
                 grads = self._consumer.grads(m)
         graph = self._graphs[stage][m]
         if not self._keep_graph:
@@ -411,7 +414,7 @@ class Step:
     def _autograd(self, task: Task, m: int | None, compute: Callable[[], T]) -> T:
         """Call ``compute``, which runs autograd on graphs of microbatch ``m``, of all if None."""
         try:
-            with self._waiting(), self.seeds.in_backward():
+            with self._waiting(), self._plan.seeding.backward():
                 return compute()
         except Exception as error:
             note_backward(error, task.stages, m)
@@ -429,9 +432,9 @@ class Step:
         task, context = self._tasks[stage], self._context
         assert context is not None and self.parameters is not None
         try:
-            shown = in_profile("recomputation stage %d, microbatch %d", stage, m)
-            with context.applied(), shown:
-                return task.recompute(graph, self.seeds, m, self.parameters)
+            shown = partial(in_profile, "recomputation stage %d, microbatch %d", stage, m)
+            with context.applied(), shown() if is_profiler_enabled() else NOTHING:
+                return task.recompute(graph, self.seeded, m, self.parameters)
         except Exception as error:
             note_layer(error, task.stages, m, "recomputation")
             raise
