@@ -157,8 +157,6 @@ class Pipe(nn.Module):
             convert_deferred_batch_norm(self.partitions, self.chunks)
         self._engine = Engine(partitions, self.devices, execution)
 
-    # torch.compile supports neither workers nor their locks.
-    @disable_dynamo
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a mini-batch.
 
@@ -194,6 +192,11 @@ class Pipe(nn.Module):
         if not self.partitions:
             self._batch(value)  # Checks it.
             return self.to_sequential()(*inputs, **kwargs)
+        return self._run(value)
+
+    # torch.compile supports neither workers nor their locks.
+    @disable_dynamo
+    def _run(self, value: Any) -> Any:
         checkpoint = self.checkpoint if self.training else "never"
         return self._engine.run(self._batch(value), checkpoint)
 

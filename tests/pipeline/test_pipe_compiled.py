@@ -69,5 +69,5 @@ def test_a_compiled_program_has_one_graph_break_per_call(recwarn: pytest.Warning
     assert inside.frame_count > 0 or old
     # Dynamo warns of Python 3.13.0.
     assert not [w for w in recwarn.list if "Consider upgrading to Python" not in str(w.message)]
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Pipe\.forward|skip function forward"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Pipe\._run|skip function _run"):
         torch.compile(pipe, fullgraph=True)(x)

@@ -375,7 +375,7 @@ class MiniBatchRun:
             return ()
         # 3. A checkpointed stage runs its layers again first.
         if graph.inputs is not None:
-            graph = self._recompute(graph, graph.inputs, stage, m)
+            graph = self._recompute(graph, stage, m)
         # Not in two parts if tensors have hooks: each part would call them.
         if part == "I" and not self.stages.observed.tensor_hooks:
             compute = partial(task.backward_of_inputs, graph, grads, keep_graph=self._keep_graph)
@@ -420,14 +420,8 @@ class MiniBatchRun:
             note_backward(error, task.stages, m)
             raise
 
-    def _recompute(self, graph: SavedGraph, inputs: Activation, stage: int, m: int) -> SavedGraph:
-        """The graph of a second forward on the ``inputs`` of ``graph``."""
-        if versions(inputs.tensors) != graph.versions:
-            raise RuntimeError(
-                f"an input of stage {stage} was modified in place after the stage was given it, "
-                "and checkpointing needs it to recompute the stage; modify a copy, or use "
-                "checkpoint='never'"
-            )
+    def _recompute(self, graph: SavedGraph, stage: int, m: int) -> SavedGraph:
+        """The graph of a second forward on the inputs of ``graph``."""
         # With the forward's autocast and other settings: this may be another thread.
         task, context = self._tasks[stage], self._context
         assert context is not None and self.parameters is not None

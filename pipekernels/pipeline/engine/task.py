@@ -292,11 +292,18 @@ class Task:
         self, graph: SavedGraph, seeded: Seeded, m: int, parameters: Parameters
     ) -> SavedGraph:
         """Run the layers a second time on the graph's inputs, now with a graph. Buffers and inputs
-        keep their values. RuntimeError if the graph is not that of the forward."""
+        keep their values. RuntimeError if an input has changed, or the graph is not that of the
+        forward."""
+        inputs = graph.inputs
+        assert inputs is not None
+        if versions(inputs.tensors) != graph.versions:
+            raise RuntimeError(
+                f"an input of stage {self.stages[0][0]} was modified in place after the stage was "
+                "given it, and checkpointing needs it to recompute the stage; modify a copy, or "
+                "use checkpoint='never'"
+            )
         # The previous stage's inputs may share memory with these, and another recomputation follow.
-        assert graph.inputs is not None
         with during(recomputing), buffers_of_forward(self.layers, graph.buffers):
-            inputs = graph.inputs
             _, recomputed = self.forward(inputs, seeded, m, parameters=parameters, preserve=True)
         nodes = recomputed.node_types()
         if nodes != graph.nodes:
