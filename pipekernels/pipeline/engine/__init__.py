@@ -3,9 +3,10 @@
 Each file uses files below it::
 
     engine           what a pipe keeps from one mini-batch to the next; its node in autograd's graph
+    trials           which execution is fastest, and what prevents workers
     losses           the loss of each microbatch, in a training step
-    step             one mini-batch: a method per action, forwards and backwards
-    execution        on which threads, in which order; which way is fastest
+    mini_batch_run   one mini-batch: a method per action, forwards and backwards
+    execution        on which threads, in which order
     workers          the lanes of a program on threads
     stages           what is known of the layers
     task             one stage on one microbatch: forward, recomputation, backward

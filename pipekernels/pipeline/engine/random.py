@@ -8,7 +8,8 @@ pipe draws from the default CPU generator:
 * on one thread the generators are simply seeded before each task;
 * on a worker they are seeded around each random function, under a lock (:class:`WorkerRandom`).
 
-Both give the same numbers. As torch.utils.checkpoint, this leaves all other generators alone.
+Both give the same numbers. As under torch.utils.checkpoint, only torch's default generators are
+handled.
 """
 
 from __future__ import annotations

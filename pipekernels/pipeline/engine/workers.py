@@ -53,9 +53,9 @@ def intra_op_threads(count: int) -> Iterator[None]:
 
 def run_program(program: Program, compute: Callable[[Action, Any], Any], threads: int) -> None:
     """Run each lane of ``program`` on its own thread, the last one on the calling thread, with so
-    many intra-op ``threads``; ``compute`` is as for ``Plan.run``. When an action raises, the other
-    workers stop at their next action, and the first exception is raised here, with its traceback.
-    So is one (Ctrl-C) that reaches the calling thread meanwhile."""
+    many intra-op ``threads``; ``compute`` is as for ``ExecutionPlan.run``. When an action raises,
+    the other workers stop at their next action, and the first exception is raised here, with its
+    traceback. So is one (Ctrl-C) that reaches the calling thread meanwhile."""
     # Each action that takes another one's result waits for it at a queue of its own. So a worker
     # runs its lane in order, however late the others are.
     inboxes: dict[Action, SimpleQueue[Any]] = {
