@@ -30,6 +30,6 @@ def register() -> None:
 
 
 def _make_group(options: Any, backend_options: Any) -> Any:
-    from pipekernels.distributed.backend import BackendGroup
+    from pipekernels.distributed.backend import make_group
 
-    return BackendGroup(options, backend_options)
+    return make_group(options, backend_options)

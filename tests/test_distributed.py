@@ -31,14 +31,11 @@ MANY = range(1000, 2000)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "hosts", "seeds"),
-    in_gate(
-        [(3, "", range(120)), (3, "aab", range(120))],
-        [(3, "", range(120)), (3, "aab", range(120)), *((ranks, "", MANY) for ranks in (2, 3, 4))],
-    ),
+    ("ranks", "seeds"),
+    in_gate([(3, range(120))], [(3, range(120)), *((ranks, MANY) for ranks in (2, 3, 4))]),
 )
-def test_random_calls_equal_the_oracle(ranks: int, hosts: str, seeds: range) -> None:
-    run_group(ranks, random_calls, hosts, seeds, hosts=hosts)
+def test_random_calls_equal_the_oracle(ranks: int, seeds: range) -> None:
+    run_group(ranks, random_calls, seeds)
 
 
 @pytest.mark.parametrize("cases", [40, pytest.param(1000, marks=pytest.mark.full)])
@@ -50,15 +47,14 @@ def random_calls_that_differ(rank: int, cases: int) -> None:
     differ_in_group(7, cases)
 
 
-def random_calls(rank: int, hosts: str, seeds: range) -> None:
+def random_calls(rank: int, seeds: range) -> None:
     ours = dist.group.WORLD
     assert dist.get_backend() in ("pipekernels", "cpu:pipekernels") and ours.name() == "pipekernels"
-    if not hosts:
-        ours._gloo = ours._gloo_backend = None  # No call may be delegated to Gloo.
+    ours._gloo = ours._gloo_backend = None  # No call may be delegated to Gloo.
     for seed in seeds:
         call = Call.draw(seed, dist.get_world_size(), 3000, group=True)
         for async_op in (False, True):
-            make_in_group(call.anywhere() if hosts else call, async_op)
+            make_in_group(call, async_op)
 
 
 @in_group(3)

@@ -13,8 +13,7 @@ from torch import Tensor
 from pipekernels._torch_private import is_profiler_enabled
 from pipekernels.comm.codes import REDUCIBLE, reduction_in
 from pipekernels.comm.cuda import CudaBackend
-from pipekernels.comm.multi_host.cpu import MultiHostBackend
-from pipekernels.comm.multi_host.cuda import GroupBackend
+from pipekernels.comm.process_group import ProcessGroupBackend
 from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import (
     check_has_rows,
@@ -30,8 +29,8 @@ from pipekernels.comm.tensors import (
 )
 from pipekernels.device.profiling import in_profile
 
-CpuBackend: TypeAlias = SharedMemoryBackend | MultiHostBackend
-DeviceBackend: TypeAlias = CudaBackend | GroupBackend
+CpuBackend: TypeAlias = SharedMemoryBackend | ProcessGroupBackend
+DeviceBackend: TypeAlias = CudaBackend | ProcessGroupBackend
 # Of a device, and of the backend of the communicator that this one is split off, if there is one.
 MakeDeviceBackend: TypeAlias = Callable[[torch.device, DeviceBackend | None], DeviceBackend]
 
@@ -237,8 +236,8 @@ class Collectives:
         Raises:
             TypeError: ``dtype`` is not a dtype.
             ValueError: a negative size.
-            RuntimeError: the symmetric memory is exhausted, or the communicator has been closed. On
-                CUDA also while a graph is being captured.
+            RuntimeError: the symmetric memory is exhausted, the ranks are on several hosts, or the
+                communicator has been closed. On CUDA also while a graph is being captured.
         """
         one_argument = len(shape) == 1 and isinstance(shape[0], Iterable)
         sizes = torch.Size(cast("Iterable[int]", shape[0] if one_argument else shape))

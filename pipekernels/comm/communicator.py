@@ -26,10 +26,15 @@ from pipekernels.comm.bootstrap.rendezvous import (
     over_store,
 )
 from pipekernels.comm.collectives import Collectives, CpuBackend, MakeDeviceBackend
-from pipekernels.comm.cuda import DEFAULT_BLOCKS, CudaBackend, check_blocks
+from pipekernels.comm.cuda import (
+    DEFAULT_BLOCKS,
+    CudaBackend,
+    between_hosts,
+    check_blocks,
+    over_links,
+)
 from pipekernels.comm.errors import PeerError
-from pipekernels.comm.multi_host.cpu import GRACE, MultiHostBackend
-from pipekernels.comm.multi_host.cuda import GroupBackend, over_links
+from pipekernels.comm.process_group import over_gloo
 from pipekernels.comm.shared_memory import SharedMemoryBackend, ThreadBackend
 
 if TYPE_CHECKING:
@@ -49,9 +54,10 @@ class Communicator(Collectives):
     :meth:`threads` (ranks are threads of this process). All ranks call the same collectives in the
     same order; calls from several threads of one rank run one after another. Elements are combined
     in rank order, 16-bit floats in float32 and rounded once, so all ranks get the same bits, in
-    every run and by every algorithm. See :doc:`/guides/communicators`; :doc:`/guides/hosts` for
-    what differs between hosts, :doc:`/guides/cuda` on GPUs, where a collective runs in the current
-    stream and returns at once. For gradients see :mod:`pipekernels.ops`.
+    every run and by every algorithm. See :doc:`/guides/communicators`; :doc:`/guides/cuda` on GPUs,
+    where a collective runs in the current stream and returns at once. For gradients see
+    :mod:`pipekernels.ops`. Over several hosts torch's Gloo and NCCL run the collectives, whose
+    results and errors are then torch's: see :doc:`/guides/hosts`.
 
     Every collective may raise, besides the errors that it lists itself:
 
@@ -59,8 +65,8 @@ class Communicator(Collectives):
     * ValueError: the ranks call different collectives, or with different shapes, dtypes or
       arguments; raised on all ranks, and the communicator stays usable. Or a tensor is on a device
       that this rank does not use, or is not strided.
-    * PeerError: a rank has died, closed or given up; raised on all remaining ranks. Names the rank,
-      unless it is on another host. Ends the communicator.
+    * PeerError: a rank has died, closed or given up; raised on all remaining ranks. Names the rank.
+      Ends the communicator.
     * TimeoutError: a rank did not arrive within ``timeout``. Ends the communicator.
     * RuntimeError: the communicator was closed or has ended, or this process was forked.
 
@@ -92,7 +98,7 @@ class Communicator(Collectives):
         # depend on rank and world size, so these are part of it.
         self._handle = next(_handles) << 40 | rank << 20 | world_size
         _by_handle[self._handle] = self
-        if cpu_backend.core is not None:
+        if isinstance(cpu_backend, SharedMemoryBackend):
             cpu_backend.core.name(self._handle)  # For operators that take no Python.
 
     @classmethod
@@ -109,7 +115,8 @@ class Communicator(Collectives):
         group afterwards, see :doc:`/guides/cuda`.
 
         Args:
-            group: the default group if ``None``. Between hosts, it reduces CUDA tensors.
+            group: the default group if ``None``. Over several hosts its engine runs collectives of
+                CUDA tensors; those of CPU tensors run on a new Gloo group.
             timeout: seconds that this rank waits for the others, while joining them after the first
                 exchange, and in each later call. Default: 30, or that of ``group`` where CUDA can
                 be used.
@@ -182,28 +189,27 @@ class Communicator(Collectives):
         joined = join_processes(rendezvous, timeout, color, key)
         if joined is None:
             return None
-        host_map = joined.host_map
-        is_one_host = len(host_map.hosts) == 1
-        patience = timeout if is_one_host else timeout + GRACE
-        # From here on the extension owns the segment and the pidfds.
-        core = _load().Communicator(joined.segment, host_map.position, joined.pidfds, patience)
-        local = SharedMemoryBackend(core)
+        rank, world_size, hosts = joined.rank, joined.world_size, joined.hosts
         backend: CpuBackend
         make: MakeDeviceBackend
-        if is_one_host:
-            backend, store = local, None  # split() uses the shared memory.
-            make_cuda = functools.partial(CudaBackend, local, blocks=device_blocks)
+        if hosts == 1:
+            # From here on the extension owns the segment and the pidfds.
+            core = _load().Communicator(joined.segment, rank, joined.pidfds, timeout)
+            backend, store = SharedMemoryBackend(core), None  # split() uses the shared memory.
+            make_cuda = functools.partial(CudaBackend, backend, blocks=device_blocks)
             make = functools.partial(over_links, make_cuda, rendezvous.group)
         else:
-            backend = MultiHostBackend(local, host_map, joined.link, timeout)
             store = rendezvous.store
-            make = functools.partial(GroupBackend, rendezvous.group)
+            assert store is not None, "only processes of one host have no store"
+            own_store = dist.PrefixStore(joined.name, store)
+            backend = over_gloo(own_store, rank, world_size, hosts, timeout)
+            make = functools.partial(between_hosts, rendezvous.group, hosts)
 
         def divide(parent: Communicator, color: int | None, key: int) -> Communicator | None:
             ranks = Rendezvous(parent._rank, parent._world_size, parent._exchange, store, None)
             return cls._join(ranks, timeout, device_blocks, color, key)
 
-        return cls(backend, make, host_map.rank, host_map.world_size, timeout, divide)
+        return cls(backend, make, rank, world_size, timeout, divide)
 
     @classmethod
     def threads(

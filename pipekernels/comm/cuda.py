@@ -1,4 +1,4 @@
-"""A rank's backend for tensors on its CUDA device, if all ranks are on one host."""
+"""A rank's backend for tensors on its CUDA device."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import functools
 import logging
 import os
 import weakref
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels._arguments import integer
 from pipekernels._torch_private import current_raw_stream, disable_dynamo, in_backward
+from pipekernels.comm.messages import backends_of
+from pipekernels.comm.process_group import ProcessGroupBackend
 from pipekernels.comm.shared_memory import NativeBackend, SharedMemoryBackend
 from pipekernels.comm.tensors import allocated
 from pipekernels.device.streams import with_index
@@ -133,6 +137,51 @@ class CudaBackend(NativeBackend):
         assert current_raw_stream is not None  # As this build of torch has CUDA.
         stream = current_raw_stream(self.device.index)
         return allocated(lambda s, code: self._native.allocate(s, code, stream), sizes, dtype)
+
+
+def between_hosts(
+    group: dist.ProcessGroup | None, hosts: int, device: torch.device, parent: object
+) -> ProcessGroupBackend:
+    """The backend of ranks on several hosts.
+
+    Raises:
+        RuntimeError: there is no ``group``, it has no backend for CUDA, or CUDA cannot be used.
+    """
+    _backend.require_cuda(device)
+    if group is None or "cuda" not in backends_of(group):
+        has = "no group" if group is None else f"a group with {backends_of(group)}"
+        raise RuntimeError(
+            f"CUDA tensors go from host to host by torch.distributed, but there is {has}; make "
+            "the communicator by from_process_group() of a group that was initialised with "
+            "backend='cpu:gloo,cuda:nccl'"
+        )
+    return ProcessGroupBackend(group, with_index(device), hosts)
+
+
+def over_links(
+    make: Callable[..., CudaBackend],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    parent: object,
+) -> CudaBackend | ProcessGroupBackend:
+    """``make(device, parent)``, or where GPUs have broken or slow links the NCCL of ``group``.
+
+    RuntimeError if links are broken and there is no NCCL."""
+    backend = make(device, parent)
+    has_nccl = group is not None and backends_of(group).get("cuda") == "nccl"
+    problem = "NVLink does not join all GPUs" if backend.has_slow_links and has_nccl else ""
+    if backend.broken_links:
+        problem = f"{backend.broken_links} do not get what each other's GPU writes to their memory"
+    if not problem:
+        return backend
+    backend.close(abort=False)
+    if group is not None and has_nccl:
+        _log.warning("%s: collectives on CUDA are those of NCCL", problem)
+        return ProcessGroupBackend(group, backend.device, hosts=1)
+    raise RuntimeError(
+        f"{problem}; turn off the IOMMU or PCI access control (ACS), or make the communicator by "
+        "from_process_group() of a group with backend='cpu:gloo,cuda:nccl'"
+    )
 
 
 @functools.cache  # Once for each size.

@@ -9,13 +9,12 @@ class PeerError(RuntimeError):
     The communicator cannot be used any more; the remaining ranks may make a new one.
 
     Attributes:
-        rank: the lost rank; ``None`` if it is on another host, where only a closed connection
-            shows.
+        rank: the lost rank.
     """
 
-    def __init__(self, message: str, rank: int | None) -> None:
+    def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
 
-    def __reduce__(self) -> tuple[type[PeerError], tuple[str, int | None]]:
+    def __reduce__(self) -> tuple[type[PeerError], tuple[str, int]]:
         return PeerError, (str(self), self.rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -82,11 +82,10 @@ class SharedMemoryBackend(NativeBackend):
 
     def __init__(self, core: _backend.Communicator) -> None:
         super().__init__(core)
-        self.core = core  # None in a backend over several hosts, as `flat_calls` is.
         # Its methods `*_flat` make collectives of contiguous tensors as if they had one dimension,
         # in one native call. They return False for tensors, dtypes and operations that the methods
         # here have to serve, whose tensors must then have one dimension.
-        self.flat_calls = core
+        self.core = core
         # Communicator.all_reduce(), checks included, in one call if possible; returns whether.
         self.all_reduce_tensor = core.all_reduce_tensor
         # Makes symmetric tensors. Without room the native call raises an error.
@@ -102,6 +101,22 @@ class SharedMemoryBackend(NativeBackend):
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
         """Whether the reductions take this dtype and operation."""
         return bool(_backend.load().has_reduction(MOVABLE[dtype], REDUCTIONS[op]))
+
+    def reduce(self, tensor: Tensor, op: str, root: int) -> None:
+        """:meth:`all_reduce` on rank ``root``; the tensors of the others are undefined then."""
+        count, dtype = tensor.numel(), MOVABLE[tensor.dtype]
+        self.core.reduce(tensor.data_ptr(), count, dtype, REDUCTIONS[op], root)
+
+    def gather(self, input: Tensor, outputs: Sequence[Tensor], root: int) -> None:
+        """Store the ``input`` of each rank in ``outputs`` of ``root``; the others have none."""
+        addresses = [output.data_ptr() for output in outputs]
+        self.core.gather(input.data_ptr(), addresses, *elements_of(input), root)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
+        """Store a tensor of ``inputs`` of rank ``root`` in ``output`` of each; the others have
+        none."""
+        addresses = [input.data_ptr() for input in inputs]
+        self.core.scatter(addresses, output.data_ptr(), *elements_of(output), root)
 
     def announce(self, call: str, tensor: Tensor, op: str = "", root: int = 0) -> None:
         """Check that all ranks are about to make the same ``call``, of ``CALLS``, by other means

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from pipekernels._torch_private import (
     is_profiler_enabled,
     is_seen,
 )
+from pipekernels.comm.bootstrap.rendezvous import Deadline, host_identity, over_store
 from pipekernels.comm.tensors import check_dense, put_back, to_dense, to_dense_in_place
 from pipekernels.distributed import derived
 from pipekernels.distributed.group import DONE, ENDED, Group
@@ -142,12 +143,11 @@ def _collective(
                 # Torch calls again with options, or has Gloo do it.
                 work = getattr(super(BackendGroup, self), method_name)(*given, **fields)
                 return work
-            opts, calls = given[arguments], self._flat_calls
+            opts, calls = given[arguments], self._backend.core
             value = None if read is None else read(opts)
             # The short way of a small tensor: one native call on this thread.
             if (
-                calls is not None
-                and self._last is DONE
+                self._last is DONE
                 and not getattr(opts, "asyncOp", True)
                 and not is_profiler_enabled()
                 and not dispatch_mode_count()
@@ -171,7 +171,7 @@ def _collective(
                         check(self, value, *part)
                     with torch.inference_mode():  # Allows writes to its tensors.
                         for result, *inputs in parts:
-                            if calls is None or not native(calls, value, result, *inputs):
+                            if not native(calls, value, result, *inputs):
                                 runs(self, value, result, *inputs)
 
                 return self._run(opts, body, tensors_in([part[0] for part in parts]), name)
@@ -265,7 +265,7 @@ def _reduce_scatter_list(group: Group, value: Any, output: Tensor, inputs: list[
     if len(set(sizes)) == 1:
         return _reduce_scatter(group, value, output, whole)
     # Ranks get slices of different sizes, which no native call has: each takes its own of the sum.
-    group._comm._cpu_backend.announce("reduce_scatter", whole, value[0])
+    group._backend.announce("reduce_scatter", whole, value[0])
     derived.all_reduce(group._comm, whole, *value)
     output.copy_(whole.split(sizes)[group.rank()].view(output.shape))
 
@@ -310,26 +310,47 @@ def _all_gather_list(group: Group, _: None, outputs: list[Tensor], input: Tensor
 @_collective("gather", read=_root_of)
 def _gather(group: Group, root: int, outputs: list[Tensor], input: Tensor) -> None:
     check_parts("gather", outputs, group.size() if group.rank() == root else 0, input)
-    derived.gather(group._comm, group._gloo_backend, to_dense(input), outputs, root)
+    group._backend.gather(to_dense(input), outputs, root)
 
 
 @_collective("scatter", read=_root_of)
 def _scatter(group: Group, root: int, output: Tensor, inputs: list[Tensor]) -> None:
     check_parts("scatter", inputs, group.size() if group.rank() == root else 0, output)
-    derived.scatter(group._comm, group._gloo_backend, output, list(map(to_dense, inputs)), root)
+    group._backend.scatter(output, list(map(to_dense, inputs)), root)
 
 
 @_collective("all_to_all", "alltoall", is_one=True)
 def _all_to_all_list(group: Group, _: None, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-    group._comm._cpu_backend.announce("all_to_all", outputs[0])
+    group._backend.announce("all_to_all", outputs[0])
     group._gloo_backend.alltoall(outputs, list(map(to_dense, inputs))).wait()
 
 
 @_collective("all_to_all", "alltoall_base all_to_all_single", arguments=4)
 def _all_to_all(group: Group, _: None, output: Tensor, input: Tensor, *sizes: list[int]) -> None:
     # Not views of one dimension, which take Gloo longer in inference mode.
-    group._comm._cpu_backend.announce("all_to_all", output)
+    group._backend.announce("all_to_all", output)
     group._gloo_backend.alltoall_base(output, to_dense(input), *sizes).wait()
 
 
-dist.Backend.register_backend("pipekernels", BackendGroup, extended_api=True, devices=["cpu"])
+# ---- registration --------------------------------------------------------------------------------
+
+
+def make_group(options: Any, backend_options: Any) -> Any:
+    """What torch calls to make a group, as it is registered with ``extended_api=True``.
+
+    Returns:
+        A :class:`BackendGroup` on one host. On several hosts torch's Gloo, to which torch then
+        hands all calls itself, and nothing of this package runs in them.
+    """
+    rank, timeout = options.group_rank, options.timeout
+    # The store brings the ranks together once, for Gloo and for the communicator. Gloo connects
+    # with the timeout of its operations, so all ranks are waited for before.
+    deadline = Deadline(timeout.total_seconds())
+    rendezvous = over_store(options.store, rank, options.group_size, deadline)
+    hosts = rendezvous.all_gather(host_identity(), tuple[str, ...])
+    gloo_store = dist.PrefixStore("gloo", cast(dist.Store, rendezvous.store))
+    gloo = dist.ProcessGroupGloo(gloo_store, rank, options.group_size, timeout)
+    return gloo if len(set(hosts)) > 1 else BackendGroup(rendezvous, gloo, timeout, backend_options)
+
+
+dist.Backend.register_backend("pipekernels", make_group, extended_api=True, devices=["cpu"])

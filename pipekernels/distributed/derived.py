@@ -1,7 +1,7 @@
-"""Reductions and exchanges of ``torch.distributed`` that a communicator does not have.
+"""Reductions of ``torch.distributed`` that a communicator does not have.
 
-On one host most are calls of the extension. The others are announced first, so that ranks that make
-different calls find out. Then every rank gathers the tensors of all and reduces them in rank order:
+Most are calls of the extension. The others are announced first, so that ranks that make different
+calls find out. Then every rank gathers the tensors of all and reduces them in rank order:
 8-bit floats in float32, averages of integers in int64, cut off towards zero, as NCCL does.
 
 Tensors are contiguous; those of reductions have one dimension.
@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pipekernels.comm.codes import MOVABLE, REDUCTIONS
 from pipekernels.comm.collectives import Collectives
-from pipekernels.comm.multi_host.cpu import bytes_of
-from pipekernels.comm.tensors import elements_of
+from pipekernels.comm.shared_memory import SharedMemoryBackend
 
 _FOLDS: dict[str, Callable[[Any, Any], Tensor]] = {
     "sum": torch.add,
@@ -29,12 +26,7 @@ _FOLDS: dict[str, Callable[[Any, Any], Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
     "product": torch.mul,
-    "and": torch.bitwise_and,
-    "or": torch.bitwise_or,
-    "xor": torch.bitwise_xor,
 }
-# Which have the same bits of sums and products, and which torch can compute with.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def check(_: object, reduction: tuple[Any, ...], tensor: Tensor) -> None:
@@ -57,7 +49,7 @@ def all_reduce(comm: Collectives, tensor: Tensor, op: str, factor: Any) -> None:
         op: a name in :data:`pipekernels.comm.codes.REDUCTIONS`, which :func:`check` has taken.
         factor: of the terms, if not None.
     """
-    backend = comm._cpu_backend
+    backend = _backend_of(comm)
     if factor is not None:
         tensor *= factor
     if backend.reduces(tensor.dtype, op):
@@ -70,7 +62,7 @@ def all_reduce(comm: Collectives, tensor: Tensor, op: str, factor: Any) -> None:
 def reduce_scatter(comm: Collectives, output: Tensor, input: Tensor, op: str, factor: Any) -> None:
     """Reduce ``input``, ``[ranks * k]``, over all ranks, and store this rank's part in ``output``,
     ``[k]``. Otherwise as :func:`all_reduce`."""
-    backend = comm._cpu_backend
+    backend = _backend_of(comm)
     if factor is not None:
         input = input * factor
     elif output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
@@ -84,59 +76,27 @@ def reduce_scatter(comm: Collectives, output: Tensor, input: Tensor, op: str, fa
 
 def reduce(comm: Collectives, tensor: Tensor, op: str, factor: Any, root: int) -> None:
     """:func:`all_reduce` on rank ``root``; the others keep their tensors."""
-    backend = comm._cpu_backend
+    backend = _backend_of(comm)
     result = tensor if comm._rank == root else tensor.clone()
-    if backend.core is not None and backend.reduces(tensor.dtype, op):
-        if factor is not None:
-            result *= factor
-        count, dtype = tensor.numel(), MOVABLE[tensor.dtype]
-        backend.core.reduce(result.data_ptr(), count, dtype, REDUCTIONS[op], root)
+    if factor is not None:
+        result *= factor
+    if backend.reduces(tensor.dtype, op):
+        backend.reduce(result, op, root)
     else:
         backend.announce("reduce", tensor, op, root)
-        all_reduce(comm, result, op, factor)
+        all_reduce(comm, result, op, None)
 
 
-def gather(
-    comm: Collectives, gloo: dist.ProcessGroup, input: Tensor, outputs: list[Tensor], root: int
-) -> None:
-    """Store the ``input`` of each rank in ``outputs`` of rank ``root``; the others have none.
-
-    Over several hosts ``gloo`` does it, so that only the root holds the tensors of all ranks; their
-    bytes, as it does not have all dtypes.
-    """
-    backend = comm._cpu_backend
-    if backend.core is not None:
-        addresses = [output.data_ptr() for output in outputs]
-        backend.core.gather(input.data_ptr(), addresses, *elements_of(input), root)
-    else:
-        backend.announce("gather", input, root=root)
-        gloo.gather(list(map(bytes_of, outputs)), bytes_of(input), root).wait()
-
-
-def scatter(
-    comm: Collectives, gloo: dist.ProcessGroup, output: Tensor, inputs: list[Tensor], root: int
-) -> None:
-    """Store a tensor of ``inputs`` of rank ``root`` in ``output`` of each; see :func:`gather`."""
-    backend = comm._cpu_backend
-    if backend.core is not None:
-        addresses = [input.data_ptr() for input in inputs]
-        backend.core.scatter(addresses, output.data_ptr(), *elements_of(output), root)
-    else:
-        backend.announce("scatter", output, root=root)
-        gloo.scatter(bytes_of(output), list(map(bytes_of, inputs)), root).wait()
+def _backend_of(comm: Collectives) -> SharedMemoryBackend:
+    return cast(SharedMemoryBackend, comm._cpu_backend)
 
 
 def _reduced(comm: Collectives, tensor: Tensor, op: str) -> Tensor:
     """The reduction of ``tensor``, in its dtype."""
     dtype = tensor.dtype
     wide = dtype  # In which terms are combined.
-    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+    if not (dtype.is_floating_point or dtype.is_complex):
         wide = torch.int64
-    elif dtype in _SIGNED:
-        signed = tensor.view(_SIGNED[dtype])
-        # Turns the order of signed numbers into that of unsigned ones.
-        flip = torch.iinfo(signed.dtype).min if op in ("max", "min") else 0
-        return (_reduced(comm, signed ^ flip, op) ^ flip).view(dtype)
     elif dtype.is_floating_point and dtype.itemsize < 4:
         wide = torch.float32
     elif dtype == torch.complex32:

@@ -23,10 +23,11 @@ from pipekernels._torch_private import (
     register_backend,
     wraps,
 )
-from pipekernels.comm.bootstrap.rendezvous import Deadline, over_store
+from pipekernels.comm.bootstrap.rendezvous import Rendezvous
 from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.messages import backends_of
+from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import put_back, to_dense_in_place
 from pipekernels.device.profiling import in_profile
 
@@ -159,26 +160,20 @@ class Group(dist.ProcessGroup):
     operation and on the tensor's device and layout.
     """
 
-    def __init__(self, options: Any, backend_options: Any) -> None:
-        """Called as torch does for backends registered with ``extended_api=True``."""
-        rank, world_size = options.group_rank, options.group_size
+    def __init__(
+        self, rendezvous: Rendezvous, gloo: Any, timeout: datetime.timedelta, backend_options: Any
+    ) -> None:
+        rank, world_size = rendezvous.rank, rendezvous.world_size
         super().__init__(rank, world_size)  # type: ignore[call-arg]
-        timeout, seconds = options.timeout, options.timeout.total_seconds()
-        deadline = Deadline(seconds)
-        # The store brings the ranks together once, for Gloo and for the communicator. Gloo connects
-        # with the timeout of its operations, so all ranks are waited for before.
-        rendezvous = over_store(options.store, rank, world_size, deadline)
-        rendezvous.all_gather("", str)
-        gloo_store = dist.PrefixStore("gloo", cast(dist.Store, rendezvous.store))
-        backend: Any = dist.ProcessGroupGloo(gloo_store, rank, world_size, timeout)
         # For calls of overridden methods that the communicator does not support: operators, which
         # modes see. Calls that they have seen use the backend itself.
-        self._gloo = dist.ProcessGroup(gloo_store, rank, world_size)
-        self._gloo_backend = backend
+        self._gloo = dist.ProcessGroup(cast(dist.Store, rendezvous.store), rank, world_size)
+        self._gloo_backend = gloo
         for group in (self, self._gloo):
-            register_backend(group, _CPU, backend)
+            register_backend(group, _CPU, gloo)
+        seconds = timeout.total_seconds()
         self._comm = cast(Communicator, Communicator._join(rendezvous, seconds, MOST_BLOCKS))
-        self._flat_calls = self._comm._cpu_backend.flat_calls
+        self._backend = cast(SharedMemoryBackend, self._comm._cpu_backend)
         # Asynchronous calls run on one thread, so in the order in which they were made.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
         self._thread_id: int | None = None  # Set by its first call.

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pipekernels import Communicator, PeerError, _backend, ops
 from pipekernels.comm import cuda
-from pipekernels.comm.multi_host import cuda as hosts_cuda
 
 on_gpu = pytest.mark.parametrize(
     "device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True
@@ -108,14 +107,14 @@ def test_nccl_takes_over_where_links_are_broken_or_slow(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str, backend: str
 ) -> None:
     made = pretend_native(monkeypatch, broken, has_slow_links=True)
-    monkeypatch.setattr(hosts_cuda, "backends_of", lambda group: {"cuda": backend})
+    monkeypatch.setattr(cuda, "backends_of", lambda group: {"cuda": backend})
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
     own, group = partial(cuda.CudaBackend, SimpleNamespace(core=None), blocks=5), object()
     for given in (group, None):
-        make = partial(hosts_cuda.over_links, own, given, torch.device("cuda:0"), None)
+        make = partial(cuda.over_links, own, given, torch.device("cuda:0"), None)
         if given is group and backend == "nccl":
             taken = make()
-            assert isinstance(taken, hosts_cuda.GroupBackend) and taken._group is group
+            assert isinstance(taken, cuda.ProcessGroupBackend) and taken._group is group
             assert made[:2] == [(0, 5), "closed"]
             reason = f"{broken} do not get" if broken else "NVLink does not join all GPUs"
             assert caplog.messages[0].startswith(reason)

@@ -1,8 +1,9 @@
-"""How processes share memory with those of their host, and connect to other hosts.
+"""How processes of one host share memory.
 
-The first rank of each host creates a memory file and passes its descriptor to each peer over a Unix
-socket in the abstract namespace. So nothing has a name in the file system, and nothing remains when
-the processes end. All other information is exchanged over the rendezvous.
+The first rank creates a memory file and passes its descriptor to each peer over a Unix socket in
+the abstract namespace. So nothing has a name in the file system, and nothing remains when the
+processes end. All other information is exchanged over the rendezvous. Ranks on several hosts share
+no memory: they learn only that.
 """
 
 from __future__ import annotations
@@ -18,19 +19,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-import torch.distributed as dist
-
 from pipekernels import _backend
 from pipekernels.comm.bootstrap.rendezvous import (
     Deadline,
     Rendezvous,
-    await_ranks,
     host_identity,
     of_color,
     start_time,
 )
 from pipekernels.comm.errors import PeerError
-from pipekernels.comm.multi_host.hosts import HostMap, Link
 
 _RETRY = 0.002  # Seconds between attempts to connect to a socket whose queue is full.
 _LOOK = 0.2  # Seconds between looks whether processes still run.
@@ -50,12 +47,14 @@ class _Process:
 
 
 class JoinedRank(NamedTuple):
-    """The resources of one rank of a new communicator, which owns ``pidfds`` and ``link``."""
+    """One rank of a new communicator, which owns ``pidfds``."""
 
-    host_map: HostMap
-    segment: Any  # The memory that the ranks of this host share.
-    pidfds: list[int]  # For every rank of this host, -1 for this one.
-    link: Link | None  # To one rank of every other host, :mod:`pipekernels.comm.multi_host.cpu`.
+    rank: int
+    world_size: int
+    hosts: int  # That the ranks are on. If there are several, no memory is shared.
+    name: str  # The same on all ranks, and unique.
+    segment: Any  # The memory that the ranks share, or None.
+    pidfds: list[int]  # For every rank, -1 for this one.
 
 
 def join_processes(
@@ -89,30 +88,27 @@ def join_processes(
         introduced = [other for other in everyone if isinstance(other, _Process)]
         ranks = of_color([(other.color, other.key) for other in introduced], color)
         processes = [introduced[rank] for rank in ranks]
-        rank = ranks.index(rendezvous.rank)
-        host_map = HostMap(_group_by_host(processes), rank)
+        rank, hosts = ranks.index(rendezvous.rank), _count_hosts(processes)
 
-        # 2. Ranks of a host get the same memory, over the socket; the first of each connect hosts.
+        # 2. The ranks of one host get the same memory, over the socket.
         undo = stack.enter_context(contextlib.ExitStack())
-        segment, link = None, None
+        segment = None
         pidfds: list[int] = []
         problem = ""
         try:
-            soon = Deadline(0.75 * deadline.left())  # Leaves time to tell the peers of a timeout.
-            module = _backend.load()
-            fd = _share(listener, processes, host_map, soon)
-            try:
-                segment = module.Segment(fd, len(host_map.members))
-            finally:
-                os.close(fd)  # The mapping holds the memory.
-            # By a pidfd the extension sees the end of a process at once, without reused pids.
-            for member in host_map.members:
-                pidfds.append(-1 if member == rank else module.open_pidfd(processes[member].pid))
-                if pidfds[-1] >= 0:
-                    undo.callback(os.close, pidfds[-1])
-            link = _connect_hosts(rendezvous, host_map, processes[0].address, timeout, soon)
-            if link is not None:
-                undo.callback(link.close)
+            if hosts == 1:
+                soon = Deadline(0.75 * deadline.left())  # Leaves time to tell of a timeout.
+                module = _backend.load()
+                fd = _share(listener, processes, rank, soon)
+                try:
+                    segment = module.Segment(fd, len(processes))
+                finally:
+                    os.close(fd)  # The mapping holds the memory.
+                # By a pidfd the extension sees the end of a process at once, without reused pids.
+                for peer, process in enumerate(processes):
+                    pidfds.append(-1 if peer == rank else module.open_pidfd(process.pid))
+                    if pidfds[-1] >= 0:
+                        undo.callback(os.close, pidfds[-1])
         except Exception as error:  # noqa: BLE001 (Sent to the peers.)
             problem = problem_of(rank, error)
             listener.close()  # Peers that wait for the memory stop waiting.
@@ -123,7 +119,7 @@ def join_processes(
             segment = None  # Else the traceback would keep it alive.
         raise_join_failure(problems)
         undo.pop_all()
-    return JoinedRank(host_map, segment, pidfds, link)
+    return JoinedRank(rank, len(ranks), hosts, processes[0].address[1:], segment, pidfds)
 
 
 def problem_of(rank: int, error: Exception) -> str:
@@ -138,43 +134,26 @@ def raise_join_failure(problems: Iterable[str]) -> None:
         raise RuntimeError(f"the ranks cannot be joined: {'; '.join(found)}")
 
 
-def _group_by_host(processes: list[_Process]) -> list[list[int]]:
-    """The ranks on each host; hosts in the order of their first ranks."""
-    hosts: dict[tuple[str, ...], dict[int, int]] = {}  # Of each host the ranks by pid.
+def _count_hosts(processes: list[_Process]) -> int:
+    """The number of hosts. RuntimeError if a process has two ranks."""
+    ranks: dict[tuple[Any, ...], int] = {}
     for rank, process in enumerate(processes):
-        if hosts.setdefault(process.host, {}).setdefault(process.pid, rank) != rank:
+        if ranks.setdefault((process.host, process.pid), rank) != rank:
             raise RuntimeError(
                 f"rank {rank} shares process {process.pid} with another rank; "
                 "use Communicator.threads() for ranks that are threads"
             )
-    return [list(ranks.values()) for ranks in hosts.values()]
-
-
-def _connect_hosts(
-    rendezvous: Rendezvous, host_map: HostMap, address: str, timeout: float, deadline: Deadline
-) -> Link | None:
-    """A link to the ranks at this rank's position on the other hosts; None if a host has none."""
-    if len(host_map.hosts) == 1 or host_map.position >= host_map.links:
-        return None
-    store = rendezvous.store
-    assert store is not None, "only processes of one host have no store"
-    name = f"{address[1:]}/{host_map.position}"  # Unique, as the socket's address is.
-    # Wait for all ranks first: connecting has the timeout of a link's operations.
-    keys = {f"{name}/{host}": ranks[host_map.position] for host, ranks in enumerate(host_map.hosts)}
-    store.set(f"{name}/{host_map.host}", "")
-    await_ranks(store, keys, deadline)
-    hosts = len(host_map.hosts)
-    return Link(dist.PrefixStore(f"{name}/link", store), host_map.host, hosts, timeout)
+    return len({process.host for process in processes})
 
 
 def _share(
-    listener: socket.socket, processes: list[_Process], host_map: HostMap, deadline: Deadline
+    listener: socket.socket, processes: list[_Process], rank: int, deadline: Deadline
 ) -> int:
-    """The descriptor of the memory that the ranks of this host share."""
-    first, *others = host_map.members
-    if host_map.rank == first:
-        return _hand_out(listener, {processes[member].pid: member for member in others}, deadline)
-    return _receive(processes[first], first, deadline)
+    """The descriptor of the memory that the ranks share."""
+    if rank > 0:
+        return _receive(processes[0], 0, deadline)
+    waiting = {process.pid: peer for peer, process in enumerate(processes) if peer > 0}
+    return _hand_out(listener, waiting, deadline)
 
 
 def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadline) -> int:
@@ -207,7 +186,7 @@ def _hand_out(listener: socket.socket, waiting: dict[int, int], deadline: Deadli
 
 
 def _receive(first: _Process, rank: int, deadline: Deadline) -> int:
-    """The descriptor of the memory, from the ``first`` process of this host, which is ``rank``."""
+    """The descriptor of the memory, from the process ``first``, which is ``rank``."""
     # The kernel names the process at the other end: nobody else can pass memory.
     with socket.socket(socket.AF_UNIX) as connection:
         try:
@@ -223,7 +202,7 @@ def _receive(first: _Process, rank: int, deadline: Deadline) -> int:
     if flags & socket.MSG_CTRUNC:
         raise RuntimeError("there is no file descriptor left for the shared memory (see ulimit -n)")
     if not fds:
-        raise RuntimeError("the first rank of this host closed the connection")
+        raise RuntimeError("the first rank closed the connection")
     return fds[0]
 
 

@@ -163,14 +163,14 @@ def test_a_rank_waits_while_others_fill_the_listen_queue() -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("hosts", in_gate(["aaa", "abb"], ["aaa", "aab", "abb"]))
+@pytest.mark.parametrize("hosts", in_gate(["aaa", "aab"], ["aaa", "aab", "abb"]))
 @on_ranks(3, killed=(2,))
 def test_a_rank_that_dies_while_it_joins_is_named_within_the_timeout(
     alone: Communicator, hosts: str, tmp_path: Path
 ) -> None:
     os.environ["PIPEKERNELS_HOST_ID"] = hosts[alone.rank]
     if alone.rank == 2:  # Dies after the others have its message.
-        bootstrap._share = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        bootstrap._count_hosts = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     store = dist.FileStore(str(tmp_path / "store"), 3)
     alone.barrier()
     began = time.monotonic()

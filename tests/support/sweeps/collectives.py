@@ -101,9 +101,9 @@ class Call:
         return cls(operation, op, dtype, tuple(shape), order, src, kinds, special, group, seed)
 
     def anywhere(self) -> "Call":
-        """The same call, for ranks whose order of summation is not known."""
-        special = self.special and self.op in ("max", "min")
-        return replace(self, order="rank", special=special, whole=True)
+        """The same call, for ranks on several hosts."""
+        kinds = tuple(kind for kind in self.kinds if kind != "symmetric") or ("ordinary",)
+        return replace(self, order="rank", special=False, whole=True, kinds=kinds)
 
     def expected(self, rank: int, world_size: int) -> Tensor:
         """The oracle's answer for ``rank``."""
