@@ -67,6 +67,15 @@ def register_operators(python_kernels: dict[str, Callable[..., object]], /) -> N
     """For torch from 2.10 on; see ops/linear.py."""
 
 # ---- collectives ----
+# Names in the order of their codes; pipekernels/comm/codes.py reads them.
+
+DTYPES: tuple[str, ...]
+REDUCIBLE_DTYPES: tuple[str, ...]
+REDUCTIONS: tuple[str, ...]
+OPERATIONS: tuple[str, ...]
+ORDERS: tuple[str, ...]
+ALGORITHMS: tuple[str, ...]
+CALLS: tuple[str, ...]
 
 def set_peer_error(cls: type[RuntimeError], /) -> None: ...
 def open_pidfd(pid: int, /) -> int: ...
@@ -82,7 +91,6 @@ class Communicator:
     def name(self, handle: int, /) -> None:
         """Let operators name it so until it is closed."""
 
-    def choose_algorithm(self, bytes: int, /) -> str: ...
     def allocate(self, sizes: Sequence[int], dtype: int, /) -> object:
         """A DLPack capsule of a contiguous tensor."""
 

@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -92,6 +93,25 @@ void check_signals() {
   if (syscall(SYS_gettid) != getpid()) return;  // glibc before 2.30 has no gettid().
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// The first call of a rank that is a thread. A thread that is alone in its process would wait for
+// peers that cannot come.
+void check_not_alone(int rank) {
+  py::gil_scoped_acquire gil;
+  const auto threading = py::module_::import("threading");
+  if (threading.attr("active_count")().cast<int>() > 1) return;
+  const auto name = threading.attr("current_thread")().attr("name").cast<std::string>();
+  throw std::runtime_error(std::string(kRuleForThreads) + "; this is " + rank_name(rank) +
+                           ", called by thread " + name + ", the only one of this process");
+}
+
+// The names of the first `codes` values of an enumeration, in the order of their codes.
+template <class Code>
+py::tuple names_of(int codes) {
+  py::tuple names(codes);
+  for (int i = 0; i < codes; ++i) names[i] = name_of(static_cast<Code>(i));
+  return names;
 }
 
 // The code whose name is the string object `name`, or -1. Compares pointers to interned strings,
@@ -279,6 +299,14 @@ void bind_collectives(py::module_& m) {
   });
   py::register_local_exception_translator(&translate_error);
 
+  m.attr("DTYPES") = names_of<DType>(kDTypes);
+  m.attr("REDUCIBLE_DTYPES") = names_of<DType>(kReducibleDTypes);
+  m.attr("REDUCTIONS") = names_of<Reduction>(kReductions);
+  m.attr("OPERATIONS") = names_of<Reduction>(kOperations);
+  m.attr("ORDERS") = names_of<Order>(kOrders);
+  m.attr("ALGORITHMS") = names_of<Algorithm>(kAlgorithms);
+  m.attr("CALLS") = names_of<Operation>(kCalls);
+
   m.def("open_pidfd", &open_pidfd);
   m.def("has_reduction", [](int dtype, int reduction) {
     return has_reduction(dtype_of_code(dtype), static_cast<int>(reduction_of_code(reduction)));
@@ -306,15 +334,14 @@ void bind_collectives(py::module_& m) {
   communicator
       .def(py::init([](std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
                        double timeout) {
-             return std::make_shared<Communicator>(std::move(segment), rank, std::move(pidfds),
-                                                   Seconds(timeout), &check_signals,
-                                                   &GilUntilRelease::release);
+             const bool are_several_threads = pidfds.empty() && segment->world_size() > 1;
+             return std::make_shared<Communicator>(
+                 std::move(segment), rank, std::move(pidfds), Seconds(timeout), &check_signals,
+                 &GilUntilRelease::release, [are_several_threads, rank] {
+                   if (are_several_threads) check_not_alone(rank);
+                 });
            }),
            py::arg("segment").none(false), py::arg("rank"), py::arg("pidfds"), py::arg("timeout"))
-      .def("choose_algorithm",
-           [](const Communicator& communicator, size_t bytes) {
-             return name_of(choose_algorithm(bytes, communicator.world_size()));
-           })
       .def("allocate",
            [](const Communicator& communicator, std::vector<int64_t> sizes, int dtype) {
              const DType type = dtype_of_code(dtype);

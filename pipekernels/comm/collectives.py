@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipekernels._torch_private import is_profiler_enabled
-from pipekernels.comm.codes import REDUCIBLE, reduction_in
+from pipekernels.comm.codes import codes, reduction_in
 from pipekernels.comm.cuda import CudaBackend
 from pipekernels.comm.process_group import ProcessGroupBackend
 from pipekernels.comm.shared_memory import SharedMemoryBackend
@@ -272,7 +272,7 @@ class Collectives:
 def sum_of_outputs(comm: Collectives, output: Tensor) -> Tensor:
     """``comm.all_reduce(output)`` of a new tensor from ``comm.output()``, without the checks that
     such a tensor passes, and unknown to autograd."""
-    if output.is_cpu or output.dtype not in REDUCIBLE or is_profiler_enabled():
+    if output.is_cpu or output.dtype not in codes().reducible or is_profiler_enabled():
         return comm.all_reduce(output)
     comm._device_backend(output.device).all_reduce(output, "sum", "auto")
     return output

@@ -35,7 +35,7 @@ from pipekernels.comm.cuda import (
 )
 from pipekernels.comm.errors import PeerError
 from pipekernels.comm.process_group import over_gloo
-from pipekernels.comm.shared_memory import SharedMemoryBackend, ThreadBackend
+from pipekernels.comm.shared_memory import SharedMemoryBackend
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -233,11 +233,8 @@ class Communicator(Collectives):
             os.close(fd)
         divide = functools.partial(_divide_threads, device_blocks=device_blocks)
         communicators = []
-        callers: set[int] = set()  # Of all ranks: see ThreadBackend.
         for rank in range(world_size):
-            core = module.Communicator(segment, rank, [], timeout)
-            several = world_size > 1
-            local = ThreadBackend(core, rank, callers) if several else SharedMemoryBackend(core)
+            local = SharedMemoryBackend(module.Communicator(segment, rank, [], timeout))
             make_cuda = functools.partial(CudaBackend, local, blocks=device_blocks)
             make = functools.partial(over_links, make_cuda, None)
             communicators.append(cls(local, make, rank, world_size, timeout, divide))

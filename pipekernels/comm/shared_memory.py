@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -11,30 +10,30 @@ import torch
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels.comm.codes import ALGORITHMS, CALLS, MOVABLE, REDUCTIONS
+from pipekernels.comm.codes import codes
 from pipekernels.comm.tensors import allocated, elements_of, shape_digest
 
 
 class NativeBackend:
     """The collectives of ``native``, a communicator of the extension, which takes addresses.
 
-    Callers pass tensors of :func:`pipekernels.comm.tensors.to_dense`, an ``op`` of ``REDUCTIONS``
-    in :mod:`pipekernels.comm.codes`, which names the order too, and reducible dtypes. Backends
-    check that all ranks make the same call, and raise the errors of
-    :class:`pipekernels.Communicator`.
+    Callers pass tensors of :func:`pipekernels.comm.tensors.to_dense` with reducible dtypes, and as
+    ``op`` a name in ``codes().reductions``, which names the order too. Backends check that all
+    ranks make the same call, and raise the errors of :class:`pipekernels.Communicator`.
     """
 
     def __init__(self, native: Any) -> None:
         self._native = native
+        self._codes = codes()
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
         """Reduce ``tensor`` over all ranks, in place."""
         self._native.all_reduce(
             tensor.data_ptr(),
             tensor.numel(),
-            MOVABLE[tensor.dtype],
-            REDUCTIONS[op],
-            ALGORITHMS[algorithm],
+            self._codes.movable[tensor.dtype],
+            self._codes.reductions[op],
+            self._codes.algorithms[algorithm],
             shape_digest(tensor),
             *self._caller(),
         )
@@ -45,8 +44,8 @@ class NativeBackend:
             input.data_ptr(),
             output.data_ptr(),
             output.numel(),
-            MOVABLE[input.dtype],
-            REDUCTIONS[op],
+            self._codes.movable[input.dtype],
+            self._codes.reductions[op],
             shape_digest(input),
             *self._caller(),
         )
@@ -68,9 +67,6 @@ class NativeBackend:
     def _caller(self) -> tuple[Any, ...]:
         """What native calls want to know about their caller."""
         return ()
-
-
-_METHODS = "all_reduce", "all_reduce_tensor", "reduce_scatter", "all_gather", "broadcast", "barrier"
 
 
 class SharedMemoryBackend(NativeBackend):
@@ -100,12 +96,13 @@ class SharedMemoryBackend(NativeBackend):
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
         """Whether the reductions take this dtype and operation."""
-        return bool(_backend.load().has_reduction(MOVABLE[dtype], REDUCTIONS[op]))
+        movable, reductions = self._codes.movable, self._codes.reductions
+        return bool(_backend.load().has_reduction(movable[dtype], reductions[op]))
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
         """:meth:`all_reduce` on rank ``root``; the tensors of the others are undefined then."""
-        count, dtype = tensor.numel(), MOVABLE[tensor.dtype]
-        self.core.reduce(tensor.data_ptr(), count, dtype, REDUCTIONS[op], root)
+        count, dtype = elements_of(tensor)
+        self.core.reduce(tensor.data_ptr(), count, dtype, self._codes.reductions[op], root)
 
     def gather(self, input: Tensor, outputs: Sequence[Tensor], root: int) -> None:
         """Store the ``input`` of each rank in ``outputs`` of ``root``; the others have none."""
@@ -119,35 +116,9 @@ class SharedMemoryBackend(NativeBackend):
         self.core.scatter(addresses, output.data_ptr(), *elements_of(output), root)
 
     def announce(self, call: str, tensor: Tensor, op: str = "", root: int = 0) -> None:
-        """Check that all ranks are about to make the same ``call``, of ``CALLS``, by other means
-        than these methods. A ``tensor`` of all_to_all may have another size on each rank."""
-        dtype = MOVABLE.get(tensor.dtype, MOVABLE[torch.uint8])
+        """Check that all ranks are about to make the same ``call``, of ``codes().calls``, by other
+        means than these methods. A ``tensor`` of all_to_all may have another size on each rank."""
+        _, dtype = elements_of(tensor)
         count = 0 if call == "all_to_all" else tensor.numel()
-        self.core.announce(CALLS[call], dtype, REDUCTIONS.get(op, 0), root, count)
-
-
-class ThreadBackend(SharedMemoryBackend):
-    """The backend of a rank that is a thread. One thread that calls for all ranks waits in its
-    first call for the second: errors say so, at once if it is the only thread that there is.
-    ``callers`` are the threads that have called any of the ranks."""
-
-    def __init__(self, core: _backend.Communicator, rank: int, callers: set[int]) -> None:
-        super().__init__(core)
-        remedy = (
-            "each rank of Communicator.threads() calls from a thread of its own, all at the same "
-            f"time; this is rank {rank}, called by thread"
-        )
-        for name in _METHODS:
-            setattr(self, name, functools.partial(_call, getattr(self, name), callers, remedy))
-
-
-def _call(call: Callable[..., Any], callers: set[int], remedy: str, *args: Any) -> Any:
-    # Peers cannot come while this is the only thread. Else it may be a slow start: wait for them.
-    thread = threading.current_thread()
-    callers.add(threading.get_ident())
-    if len(callers) == threading.active_count() == 1:
-        raise RuntimeError(f"{remedy} {thread.name}, the only one of this process")
-    try:
-        return call(*args)
-    except TimeoutError as error:
-        raise TimeoutError(f"{error}; {remedy} {thread.name}") from None
+        reduction = self._codes.reductions.get(op, 0)
+        self.core.announce(self._codes.calls[call], dtype, reduction, root, count)

@@ -13,7 +13,7 @@ from torch.utils.dlpack import from_dlpack
 
 from pipekernels import _backend
 from pipekernels._arguments import check_integer, check_kind
-from pipekernels.comm.codes import ALGORITHMS, MOVABLE, OPERATIONS, ORDERS, REDUCIBLE
+from pipekernels.comm.codes import codes
 
 
 def check_tensor(value: object, what: str = "a communicator") -> None:
@@ -72,14 +72,16 @@ def put_back(dense: Tensor, tensor: Tensor) -> Tensor:
 def check_reducible(tensor: Tensor, op: str, algorithm: str = "auto", order: str = "rank") -> None:
     """Raise TypeError if the dtype cannot be reduced; ValueError for an unknown ``op``,
     ``algorithm`` or ``order``, and for averages of integers."""
-    if op not in OPERATIONS:
-        raise ValueError(f"op must be one of {', '.join(OPERATIONS)}, got {op!r}")
-    if order not in ORDERS:
-        raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
-    if tensor.dtype not in REDUCIBLE:
-        names = ", ".join(map(str, REDUCIBLE))
+    known = codes()
+    for name, value, valid in (
+        ("op", op, known.operations),
+        ("order", order, known.orders),
+        ("algorithm", algorithm, known.algorithms),
+    ):
+        if value not in valid:
+            raise ValueError(f"{name} must be one of {', '.join(valid)}, got {value!r}")
+    if tensor.dtype not in known.reducible:
+        names = ", ".join(map(str, known.reducible))
         raise TypeError(f"cannot reduce {tensor.dtype}; convert the tensor to one of {names}")
     if op == "avg" and not tensor.is_floating_point():
         raise ValueError(
@@ -115,13 +117,13 @@ def allocated(
 ) -> Tensor | None:
     """An uninitialised contiguous tensor in memory that this package allocates. ``allocate`` takes
     sizes and a code of a dtype; it returns a DLPack capsule, or None without room."""
-    code = REDUCIBLE.get(dtype)
+    code = codes().reducible.get(dtype)
     if code is not None and 0 not in sizes:  # Of sizes that overflow, torch frees a capsule twice.
         capsule = allocate(sizes, code)
         return capsule if capsule is None else from_dlpack(capsule)
     # Older versions of torch read few dtypes. sizes.numel() would overflow beyond 64 bits.
     count = min(math.prod(sizes) * dtype.itemsize, sys.maxsize)
-    capsule = allocate((count,), MOVABLE[torch.uint8])
+    capsule = allocate((count,), codes().movable[torch.uint8])
     if capsule is None:
         return None
     # Not a view: a view that a custom autograd function returns cannot be modified.
@@ -131,9 +133,10 @@ def allocated(
 
 def elements_of(dense: Tensor) -> tuple[int, int]:
     """Number of elements and code of the dtype; for a dtype without a code, those of the bytes."""
-    code = MOVABLE.get(dense.dtype)
+    movable = codes().movable
+    code = movable.get(dense.dtype)
     if code is None:
-        return dense.numel() * dense.itemsize, MOVABLE[torch.uint8]
+        return dense.numel() * dense.itemsize, movable[torch.uint8]
     return dense.numel(), code
 
 

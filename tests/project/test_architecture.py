@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "triton_kernels": {"_torch_private"},
     "device": {"_backend"},
     "comm.errors": set(),
-    "comm.codes": set(),
+    "comm.codes": {"_backend"},
     "comm.messages": set(),
     "comm.tensors": {"comm.codes", "_arguments", "_backend"},
     "comm.shared_memory": {"comm.tensors"},

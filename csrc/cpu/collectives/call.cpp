@@ -5,11 +5,8 @@ namespace pipekernels {
 std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 
 std::string describe(const Call& call) {
-  constexpr const char* names[kCalls] = {"barrier",    "all_reduce", "reduce_scatter",
-                                         "all_gather", "broadcast",  "reduce",
-                                         "gather",     "scatter",    "all_to_all"};
   const auto operation = static_cast<Operation>(static_cast<uint8_t>(call.operation) & ~kOnCuda);
-  std::string text = names[static_cast<int>(operation)];
+  std::string text = name_of(operation);
   if (operation == Operation::kBarrier) return text + "()";
   if (operation == Operation::kAllToAll) return text + "(" + name_of(call.dtype) + ")";
   text += "(" + std::to_string(call.count) + " x " + name_of(call.dtype);

@@ -60,12 +60,14 @@ std::string format_seconds(Seconds duration) {
 
 Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
                            Seconds timeout, std::function<void()> interrupt,
-                           std::function<void()> before_wait, bool prefetch_writes)
+                           std::function<void()> before_wait, std::function<void()> first_call,
+                           bool prefetch_writes)
     : rank_(check_rank(rank, segment->world_size())),
       world_size_(segment->world_size()),
       timeout_(timeout),
       interrupt_(std::move(interrupt)),
       before_wait_(std::move(before_wait)),
+      first_call_(std::move(first_call)),
       prefetch_writes_(prefetch_writes),
       oversubscribed_(sysconf(_SC_NPROCESSORS_ONLN) < world_size_),
       process_(process_generation()),
@@ -82,7 +84,7 @@ Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vect
                                 format_seconds(Seconds(kMaxTimeout)) + ", got " +
                                 format_seconds(timeout_));
   }
-  segment_->touch_buffers(rank_);
+  segment_->touch_staging(rank_);
 }
 
 Communicator::~Communicator() { close(); }
@@ -250,10 +252,12 @@ void Communicator::throw_timeout(const Signal& signal, uint32_t target, int owne
     const bool other = &signal == &state(owner).arrivals && rank != rank_ && rank != owner;
     if (other && !arrivals.reached(target)) missing += ", " + std::to_string(rank);
   }
-  throw TimeoutError(owner, "rank(s) " + missing + " of " + std::to_string(world_size_) +
-                                " did not arrive at " + describe(call_) + ", collective number " +
-                                std::to_string(calls_) + " of this communicator, within " +
-                                format_seconds(timeout_));
+  std::string message = "rank(s) " + missing + " of " + std::to_string(world_size_) +
+                        " did not arrive at " + describe(call_) + ", collective number " +
+                        std::to_string(calls_) + " of this communicator, within " +
+                        format_seconds(timeout_);
+  if (is_threads()) message += std::string("; ") + kRuleForThreads;
+  throw TimeoutError(owner, message);
 }
 
 // ---- failure ----------------------------------------------------------------------------------
@@ -302,6 +306,7 @@ Collective::Collective(Communicator& communicator, const Call& call, const void*
   communicator_.lock();
   try {
     communicator_.check_usable();
+    if (communicator_.calls_ == 0) communicator_.first_call_();
   } catch (...) {
     communicator_.mutex_.unlock();
     throw;

@@ -8,7 +8,7 @@
 
 namespace pipekernels {
 
-// The reduction half of two_shot() in all_reduce.cpp; each rank keeps the slice that it reduces.
+// The reduction half of all_reduce/two_shot.cpp; each rank keeps the slice that it reduces.
 void reduce_scatter(Communicator& communicator, const void* input, void* output, size_t count,
                     DType dtype, Reduction reduction, uint32_t shape) {
   const ReduceKernels& kernels = reduce_kernels(dtype, reduction);

@@ -77,9 +77,9 @@ std::shared_ptr<Segment> Segment::map(int fd, int world_size) {
   return segment;
 }
 
-void Segment::touch_buffers([[maybe_unused]] int rank) const {
+void Segment::touch_staging([[maybe_unused]] int rank) const {
 #ifdef MADV_POPULATE_WRITE
-  madvise(buffers(rank), kBuffersBytes, MADV_POPULATE_WRITE);  // Optional, as in map().
+  madvise(buffers(rank), kMailboxes, MADV_POPULATE_WRITE);  // Optional, as in map().
 #endif
 }
 

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from pipekernels._arguments import check_kind
 from pipekernels._torch_private import enclosing_mesh
-from pipekernels.comm.codes import MOVABLE
+from pipekernels.comm.codes import codes
 from pipekernels.device.streams import with_index
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_DTYPES = {code: dtype for dtype, code in MOVABLE.items()}
 _HEADER = 3 + 64  # Integers: those before the sizes, and as many sizes as torch's kernels support.
 
 
@@ -168,11 +167,12 @@ def _header(axis: Axis, features: Features | None = None, count: int = 1) -> Ten
     """Announces ``count`` tensors; an empty one is for receiving."""
     known: list[int] = []
     if features is not None:
-        known = [count, MOVABLE[features.dtype], features.requires_grad, *features.shape]
+        known = [count, codes().movable[features.dtype], features.requires_grad, *features.shape]
     return torch.tensor(known + [-1] * (_HEADER - len(known)), device=axis.device)
 
 
 def _decoded(header: Tensor) -> tuple[Features, int]:
     count, code, requires_grad, *sizes = header.tolist()
     shape = tuple(size for size in sizes if size >= 0)
-    return Features(shape, _DTYPES[code], bool(requires_grad)), count
+    dtypes = {code: dtype for dtype, code in codes().movable.items()}
+    return Features(shape, dtypes[code], bool(requires_grad)), count

@@ -23,6 +23,13 @@ enum class Operation : uint8_t {
 };
 constexpr int kCalls = 9;
 
+constexpr const char* name_of(Operation operation) {
+  constexpr const char* names[kCalls] = {"barrier",    "all_reduce", "reduce_scatter",
+                                         "all_gather", "broadcast",  "reduce",
+                                         "gather",     "scatter",    "all_to_all"};
+  return names[static_cast<int>(operation)];
+}
+
 constexpr int kMaxRanks = 1024;
 constexpr int kShapeBits = 22;
 

@@ -31,18 +31,23 @@ namespace pipekernels {
 
 using Seconds = std::chrono::duration<double>;
 
+// For error messages.
+constexpr const char* kRuleForThreads =
+    "each rank of Communicator.threads() calls from a thread of its own, all at the same time";
+
 class Communicator {
  public:
   // `pidfds`: if the ranks are processes, one per rank, with -1 for this one; the communicator
   // closes them. Empty if the ranks are threads of this process. `timeout` bounds every wait.
   // `interrupt` is called every 20 ms during a wait, and may throw to end it. `before_wait` is
-  // called before a wait that may take longer than some 10 us. `prefetch_writes`: see
-  // write_prefetch_pays() in isa.h. Throws std::invalid_argument if `rank` is not a rank of the
-  // segment, the number of `pidfds` is wrong, or `timeout` is not in (0, 1e10] seconds.
+  // called before a wait that may take longer than some 10 us, `first_call` before the first
+  // collective, which it may refuse by throwing. `prefetch_writes`: see write_prefetch_pays() in
+  // isa.h. Throws std::invalid_argument if `rank` is not a rank of the segment, the number of
+  // `pidfds` is wrong, or `timeout` is not in (0, 1e10] seconds.
   Communicator(
       std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds, Seconds timeout,
       std::function<void()> interrupt, std::function<void()> before_wait = [] {},
-      bool prefetch_writes = write_prefetch_pays());
+      std::function<void()> first_call = [] {}, bool prefetch_writes = write_prefetch_pays());
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -100,7 +105,7 @@ class Communicator {
   const int rank_;
   const int world_size_;
   const Seconds timeout_;
-  const std::function<void()> interrupt_, before_wait_;
+  const std::function<void()> interrupt_, before_wait_, first_call_;
   const bool prefetch_writes_;
   const bool oversubscribed_;  // Whether there are more ranks than cores.
   const unsigned process_;     // The process_generation() of the process that made this object.

@@ -1,5 +1,5 @@
-// The codes of element types, reductions and all-reduce algorithms that Python passes; the same as
-// in pipekernels/comm/codes.py.
+// The codes of element types, reductions and all-reduce algorithms that Python passes. Python reads
+// their names from the extension (pipekernels/comm/codes.py), in the order of their codes.
 #pragma once
 
 #include <cstddef>
@@ -56,8 +56,8 @@ enum class Reduction : uint8_t {
 };
 constexpr int kReductions = 11;
 constexpr int kDeviceReductions = 6;  // The first ones.
-constexpr int kOperations =
-    4;  // Those that callers name on all devices, each in one of the orders.
+// The first ones, which callers name on all devices, each in one of the orders.
+constexpr int kOperations = 4;
 
 enum class Order : uint8_t { kRank, kTree };
 constexpr int kOrders = 2;

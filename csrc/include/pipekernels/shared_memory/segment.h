@@ -3,11 +3,10 @@
 // It is an anonymous memory file (memfd). Every rank that is a process maps it; ranks that are
 // threads share one mapping. The file disappears with its last mapping:
 //
-//   [ state of rank 0 .. n-1 | device growth of rank 0 .. n-1 | buffers of rank 0 ..
-//   n-1 |
-//     symmetric heap of rank 0 .. ]
+//   [ states | device growths | buffers | symmetric heaps ], each of rank 0 .. n-1
 //
-// Pages are allocated when they are first touched, so unused heaps cost only address space.
+// Pages are allocated when they are first touched, so unused heaps and mailboxes of rings cost only
+// address space.
 #pragma once
 
 #include <atomic>
@@ -51,7 +50,7 @@ static_assert(offsetof(RankState, inside) == 64);
 
 // Bytes in one staging buffer: small enough that all of them together stay in a core's L2.
 constexpr size_t kStagingBytes = 256 << 10;
-// Staging buffers per rank; two_shot() in all_reduce.cpp explains why three.
+// Staging buffers per rank; all_reduce/two_shot.cpp explains why three.
 constexpr int kStagingSets = 3;
 // Slots of a ring mailbox (a power of two), and bytes in each.
 constexpr int kRingDepth = 8;
@@ -76,9 +75,10 @@ class Segment {
   // Maps the file; the caller may close `fd` afterwards. Throws as create(), and
   // std::runtime_error if the file's size does not match `world_size`.
   static std::shared_ptr<Segment> map(int fd, int world_size);
-  // Allocates the pages of the rank's buffers, on the calling thread's memory node: called by each
-  // rank for its own, which its peers only read.
-  void touch_buffers(int rank) const;
+  // Allocates the pages of the rank's staging, on the calling thread's memory node: called by each
+  // rank for its own, which its peers only read. Those of its mailboxes follow as it first writes
+  // them, in its first ring.
+  void touch_staging(int rank) const;
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
