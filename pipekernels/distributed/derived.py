@@ -29,9 +29,9 @@ _FOLDS: dict[str, Callable[[Any, Any], Tensor]] = {
 }
 
 
-def check(_: object, reduction: tuple[Any, ...], tensor: Tensor) -> None:
-    """Raise TypeError if the dtype has no such operation."""
-    dtype, op = tensor.dtype, reduction[0]
+def check(tensor: Tensor, op: str) -> None:
+    """Raise TypeError if the dtype of ``tensor`` has no such operation."""
+    dtype = tensor.dtype
     if (
         (op in ("max", "min") and dtype.is_complex)
         or (op == "avg" and dtype in (torch.bool, torch.uint64))
@@ -46,7 +46,7 @@ def all_reduce(comm: Collectives, tensor: Tensor, op: str, factor: Any) -> None:
     Args:
         comm: the ranks.
         tensor: any dtype that has the operation.
-        op: a name in :data:`pipekernels.comm.codes.REDUCTIONS`, which :func:`check` has taken.
+        op: a name in ``codes().reductions``, which :func:`check` has taken.
         factor: of the terms, if not None.
     """
     backend = _backend_of(comm)
