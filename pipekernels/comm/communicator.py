@@ -117,9 +117,8 @@ class Communicator(Collectives):
         Args:
             group: the default group if ``None``. Over several hosts its engine runs collectives of
                 CUDA tensors; those of CPU tensors run on a new Gloo group.
-            timeout: seconds that this rank waits for the others, while joining them after the first
-                exchange, and in each later call. Default: 30, or that of ``group`` where CUDA can
-                be used.
+            timeout: seconds that this rank waits for the others in each later call. Default: 30, or
+                that of ``group`` where CUDA can be used.
             device_blocks: the most thread blocks of a collective on CUDA, up to 64, the same on all
                 ranks; see :doc:`/guides/cuda`.
 
@@ -186,7 +185,7 @@ class Communicator(Collectives):
         color: int | None = 0,
         key: int = 0,
     ) -> Communicator | None:
-        joined = join_processes(rendezvous, timeout, color, key)
+        joined = join_processes(rendezvous, color, key)
         if joined is None:
             return None
         rank, world_size, hosts = joined.rank, joined.world_size, joined.hosts
@@ -206,7 +205,7 @@ class Communicator(Collectives):
             make = functools.partial(between_hosts, rendezvous.group, hosts)
 
         def divide(parent: Communicator, color: int | None, key: int) -> Communicator | None:
-            ranks = Rendezvous(parent._rank, parent._world_size, parent._exchange, store, None)
+            ranks = Rendezvous(parent._rank, parent._world_size, parent._exchange, store)
             return cls._join(ranks, timeout, device_blocks, color, key)
 
         return cls(backend, make, rank, world_size, timeout, divide)

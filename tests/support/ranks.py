@@ -307,18 +307,14 @@ def on_ranks(
 
 
 def leakable_resources() -> list[str]:
-    """What a communicator could leak: names in /dev/shm, descriptors, sockets, mappings."""
-    sockets = re.findall(
-        r"(\d+) (@pipekernels\S*)$", Path("/proc/net/unix").read_text(), re.MULTILINE
-    )
-    known = {f"socket:[{inode}]": name for inode, name in sockets}
+    """What a communicator could leak: names in /dev/shm, descriptors, mappings."""
     others = ("sem.", "torch_")  # Of processes that are not ours.
     names = [name for name in os.listdir("/dev/shm") if not name.startswith(others)]
     found = [f"/dev/shm/{name}" for name in names]
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # The descriptor of the listing is closed.
             target = os.readlink(f"/proc/self/fd/{fd}")
-            if "pidfd" in target or "memfd" in target or target in known:
-                found.append(known.get(target, target))
+            if "pidfd" in target or "memfd" in target:
+                found.append(target)
     mappings = re.findall(r"(\d+) +/memfd:pipekernels", Path("/proc/self/maps").read_text())
     return sorted(found + [f"mapping of inode {inode}" for inode in set(mappings)])

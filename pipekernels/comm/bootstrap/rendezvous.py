@@ -37,10 +37,6 @@ class Deadline:
         """Seconds left; 0 once the deadline has passed."""
         return max(self._end - time.monotonic(), 0.0)
 
-    def for_socket(self) -> float:
-        """:meth:`left` as a timeout of a socket: at most 24 days, and 0 would mean non-blocking."""
-        return max(min(self.left(), 1e6), 0.001)
-
 
 def check_timeout(timeout: float) -> None:
     """Raise TypeError or ValueError unless ``timeout`` is a time for a rank to wait."""
@@ -54,7 +50,7 @@ def check_timeout(timeout: float) -> None:
 
 
 def host_identity() -> tuple[str, ...]:
-    """Equal for two processes of one user that can see each other's pids and abstract sockets, and
+    """Equal for two processes of one user, host name and network that can see each other's pids and
     have the same environment variable ``PIPEKERNELS_HOST_ID``."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
@@ -86,12 +82,10 @@ class Rendezvous(NamedTuple):
 
     rank: int
     world_size: int
-    # Of an item and its type, see messages.decode(): the items of all ranks, in rank order.
+    # all_gather(item, its type, see messages.decode()) -> one item per rank, in rank order.
     all_gather: Callable[[Any, Any], list[Any]]
     store: dist.Store | None  # Reachable by all ranks; used to connect hosts.
-    group: dist.ProcessGroup | None  # Of the same ranks, if there is one.
-    # By which the ranks must have joined; None to start the timeout after the first exchange.
-    deadline: Deadline | None = None
+    group: dist.ProcessGroup | None = None  # Of the same ranks, if there is one.
 
 
 def over_group(group: dist.ProcessGroup | None) -> Rendezvous:
@@ -133,23 +127,18 @@ def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline
         rounds += 1
         keys = {f"{rounds}/{peer}": peer for peer in range(world_size)}
         ours.set(f"{rounds}/{rank}", messages.encode(item).decode())
-        await_ranks(ours, keys, deadline, partial(_check_alive, ours))
+        _await_ranks(ours, keys, deadline)
         return [
             messages.decode(ours.get(key), f"rank {peer}", message_type)
             for key, peer in keys.items()
         ]
 
-    return Rendezvous(rank, world_size, all_gather, ours, None, deadline)
+    return Rendezvous(rank, world_size, all_gather, ours)
 
 
-def await_ranks(
-    store: dist.Store,
-    ranks: dict[str, int],
-    deadline: Deadline,
-    check_alive: Callable[[list[int]], None] = lambda absent: None,
-) -> None:
-    """Wait until each of ``ranks`` has set its key. ``check_alive`` is called with the absent ones
-    now and then. TimeoutError names the ranks that are late."""
+def _await_ranks(store: dist.Store, ranks: dict[str, int], deadline: Deadline) -> None:
+    """Wait until each of ``ranks`` has set its key. TimeoutError names the ranks that are late,
+    PeerError one that has died."""
     pause = 0.001
     while not store.check(list(ranks)):  # Not store.wait(): TCPStore logs every timeout.
         # Each check of one rank is a round trip to the store, so only once waits are long.
@@ -161,7 +150,7 @@ def await_ranks(
                     f"rank(s) {', '.join(map(str, absent))} did not join within "
                     f"{deadline.seconds:g} s"
                 )
-            check_alive(absent)
+            _check_alive(store, absent)
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)
 

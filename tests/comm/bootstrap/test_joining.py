@@ -1,14 +1,10 @@
-"""How ranks join: validation of messages, who may receive the shared memory, and timeouts."""
+"""How ranks join: validation of messages, whose memory is opened, and timeouts."""
 
-import contextlib
 import os
 import pickle
-import secrets
 import signal
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,9 +14,9 @@ import torch
 import torch.distributed as dist
 from support import TIMEOUT
 from support.levels import in_gate
-from support.ranks import leakable_resources, on_ranks
+from support.ranks import on_ranks
 
-from pipekernels import Communicator, PeerError
+from pipekernels import Communicator, PeerError, _backend
 from pipekernels.comm import messages
 from pipekernels.comm.bootstrap import processes as bootstrap
 from pipekernels.comm.bootstrap import rendezvous
@@ -37,9 +33,6 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-ADDRESS = "\0pipekernels-" + "0" * 32
-
-
 @pytest.mark.parametrize(
     "payload",
     [
@@ -47,11 +40,10 @@ ADDRESS = "\0pipekernels-" + "0" * 32
         b"{",
         b"[" * 200_000,
         b"{}",
-        messages.encode([["host"], 1, ADDRESS, 0]),
-        messages.encode([["host"], "1", ADDRESS, 0, 0]),
-        messages.encode([["host", 1], 1, ADDRESS, 0, 0]),
-        messages.encode([["host"], 1, "/tmp/other", 0, 0]),
-        messages.encode([["host"], 1, ADDRESS, 0.5, 0]),
+        messages.encode([["host"], 1, "name", 0]),
+        messages.encode([["host"], "1", "name", 0, 0]),
+        messages.encode([["host", 1], 1, "name", 0, 0]),
+        messages.encode([["host"], 1, "name", 0.5, 0]),
         b"[[], 1" + b"0" * 5000 + b", 0, 0]",
     ],
 )
@@ -97,70 +89,19 @@ def test_a_store_serves_several_communicators(alone: Communicator, tmp_path: Pat
             assert comm.all_reduce(torch.tensor([10.0**comm.rank])).item() == 111
 
 
-@contextlib.contextmanager
-def listening(backlog: int) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0pipekernels-{secrets.token_hex(16)}")
-        listener.listen(backlog)
-        yield listener
-
-
-@pytest.mark.parametrize("why", ["another process", "another user"])
-def test_only_members_receive_the_memory(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with listening(8) as listener, socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(listener.getsockname())
-        before, pid = leakable_resources(), 1  # Which never connects.
+@pytest.mark.parametrize("why", ["another user", "no such descriptor"])
+def test_only_memory_of_this_user_is_opened(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, fd = bootstrap._Process((), os.getpid(), ""), _backend.load().Segment.create(2)
+    error, says = OSError, "No such file"
+    try:
+        os.close(bootstrap._open(process, fd))
         if why == "another user":
-            pid, other = os.getpid(), os.geteuid() + 1
-            monkeypatch.setattr(os, "geteuid", lambda: other)
-        with pytest.raises(TimeoutError, match=r"rank\(s\) 5 did not fetch .* within 0.2 s"):
-            bootstrap._hand_out(listener, {pid: 5}, Deadline(0.2))
-        assert leakable_resources() == before
-        assert socket.recv_fds(stranger, 1, 1)[:2] == (b"", [])
-
-
-@pytest.mark.processes
-def test_a_silent_stranger_does_not_delay_members() -> None:
-    with listening(8) as listener, socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(listener.getsockname())
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                first = bootstrap._Process((), os.getppid(), listener.getsockname().decode())
-                os.close(bootstrap._receive(first, 0, Deadline(TIMEOUT)))
-                status = 0
-            finally:
-                os._exit(status)
-        os.close(bootstrap._hand_out(listener, {child: 1}, Deadline(TIMEOUT)))
-        assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_rank_waits_while_others_fill_the_listen_queue() -> None:
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listening(0))
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
-                stranger.setblocking(False)
-                stranger.connect(listener.getsockname())
-        first = bootstrap._Process((), os.getpid(), listener.getsockname().decode())
-        with pytest.raises(TimeoutError, match="rank 7 did not hand out the shared memory"):
-            bootstrap._receive(first, 7, Deadline(0.2))
-
-        def serve() -> None:
-            time.sleep(0.2)
-            with contextlib.suppress(OSError), open(os.devnull) as file:
-                while True:
-                    connection, _ = listener.accept()
-                    with connection:
-                        socket.send_fds(connection, [b"\0"], [file.fileno()])
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        os.close(bootstrap._receive(first, 7, Deadline(TIMEOUT)))
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
+            monkeypatch.setattr(os, "geteuid", lambda: -1)
+            error, says = PermissionError, "belongs to another user"
+        with pytest.raises(error, match=says):
+            bootstrap._open(process, fd if why == "another user" else 1 << 20)
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.parametrize("hosts", in_gate(["aaa", "aab"], ["aaa", "aab", "abb"]))
