@@ -18,7 +18,6 @@ from pipekernels._torch_private import timeout_of
 from pipekernels.comm import messages
 from pipekernels.comm.bootstrap.processes import join_processes, problem_of, raise_join_failure
 from pipekernels.comm.bootstrap.rendezvous import (
-    Deadline,
     Rendezvous,
     check_timeout,
     of_color,
@@ -172,8 +171,7 @@ class Communicator(Collectives):
         """
         check_timeout(timeout)
         check_blocks(device_blocks)
-        deadline = Deadline(timeout)
-        rendezvous = over_store(store, rank, world_size, deadline)
+        rendezvous = over_store(store, rank, world_size, timeout)
         return cast("Communicator", cls._join(rendezvous, timeout, device_blocks))
 
     @classmethod
@@ -362,7 +360,7 @@ def _divide_threads(
             )
         except Exception as error:  # noqa: BLE001 (Sent to the peers.)
             problem = problem_of(0, error)
-    answers = parent._exchange(_Made([each.handle for each in made], problem), _Made)
+    answers = parent._exchange(_Made([comm.handle for comm in made], problem), _Made)
     handles, problem = answers[ranks[0]]
     child = Communicator.from_handle(handles[ranks.index(parent.rank)]) if handles else None
     parent.barrier()  # Keep ``made`` alive until every rank has taken its communicator.

@@ -37,13 +37,13 @@ def decode(data: bytes, sender: str, message_type: type[T]) -> T:
         RuntimeError: ``data`` is not JSON, or of another type.
     """
     try:
-        found: T = read(json.loads(data), message_type)
+        message: T = read(json.loads(data), message_type)
     except (ValueError, RecursionError) as error:
         raise RuntimeError(
             f"{sender} sent {data[:80]!r}, which cannot be read ({error}); all ranks must run the "
             "same version of pipekernels, and nobody else may write to their store"
         ) from None
-    return found
+    return message
 
 
 def read(record: Any, message_type: Any) -> Any:
@@ -54,9 +54,9 @@ def read(record: Any, message_type: Any) -> Any:
     """
     of = get_args(message_type)
     if get_origin(message_type) in (Union, UnionType):
-        for each in of:
+        for member in of:
             with contextlib.suppress(ValueError):
-                return read(record, each)
+                return read(record, member)
     elif type(record) is not list:
         if type(record) is message_type:  # type(), as a bool is also an int.
             return record
@@ -70,10 +70,10 @@ def read(record: Any, message_type: Any) -> Any:
 def all_gather(
     item: Any, message_type: type[T], gather: Callable[[Tensor], Tensor], device: torch.device
 ) -> list[T]:
-    """The items of all ranks, in rank order.
+    """One item per rank, in rank order.
 
     Args:
-        item: this rank's, of the type ``message_type``.
+        item: the item of this rank, of the type ``message_type``.
         message_type: as for :func:`decode`.
         gather: concatenates each rank's ``[1, n]`` to ``[ranks, n]``, for tensors on ``device``.
         device: see above.

@@ -17,7 +17,7 @@ from pipekernels._torch_private import (
     is_profiler_enabled,
     is_seen,
 )
-from pipekernels.comm.bootstrap.rendezvous import Deadline, host_identity, over_store
+from pipekernels.comm.bootstrap.rendezvous import host_identity, over_store
 from pipekernels.comm.tensors import put_back, to_dense_in_place
 from pipekernels.distributed.collectives import COLLECTIVES, Collective, check_alike, tensors_in
 from pipekernels.distributed.group import DONE, ENDED, Group
@@ -102,13 +102,12 @@ def _method(collective: type[Collective], name: str) -> Callable[..., dist.Work]
     count = collective.arguments
 
     @disable_dynamo
-    def method(self: BackendGroup, *given: Any, **fields: Any) -> dist.Work:
-        if len(given) <= count or not hasattr(given[count], "timeout"):
+    def method(self: BackendGroup, *arguments: Any, **fields: Any) -> Any:
+        if len(arguments) <= count or not hasattr(arguments[count], "timeout"):
             # Torch calls again with options, or has Gloo do it.
-            work: dist.Work = getattr(super(BackendGroup, self), name)(*given, **fields)
-            return work
-        work = self._start(collective(self, given[count]), name, given[:count], given[count])
-        return work
+            return getattr(super(BackendGroup, self), name)(*arguments, **fields)
+        opts = arguments[count]
+        return self._start(collective(self, opts), name, arguments[:count], opts)
 
     return method
 
@@ -128,8 +127,8 @@ def make_group(options: Any, backend_options: Any) -> Any:
     rank, timeout = options.group_rank, options.timeout
     # The store brings the ranks together once, for Gloo and for the communicator. Gloo connects
     # with the timeout of its operations, so all ranks are waited for before.
-    deadline = Deadline(timeout.total_seconds())
-    rendezvous = over_store(options.store, rank, options.group_size, deadline)
+    seconds = timeout.total_seconds()
+    rendezvous = over_store(options.store, rank, options.group_size, seconds)
     hosts = rendezvous.all_gather(host_identity(), tuple[str, ...])
     gloo_store = dist.PrefixStore("gloo", cast(dist.Store, rendezvous.store))
     gloo = dist.ProcessGroupGloo(gloo_store, rank, options.group_size, timeout)

@@ -212,13 +212,13 @@ class Group(dist.ProcessGroup):
         return self._shown("barrier", (opts,), serve) if is_seen(()) else serve(())
 
     def _shown(
-        self, method: str, given: Sequence[Any], serve: Callable[[Sequence[Any]], dist.Work]
+        self, method: str, arguments: Sequence[Any], serve: Callable[[Sequence[Any]], dist.Work]
     ) -> dist.Work:
-        """What ``serve`` returns, which is called as torch calls a backend: by an operator, with
-        the operator's arguments, unless a mode that observes operators takes the call."""
+        """Call ``serve`` as torch calls a backend: by an operator, with the operator's arguments,
+        unless a mode that observes operators takes the call. Returns the work."""
         served = _Served(serve)
         with below_modes(served):
-            work: dist.Work = getattr(self._gloo, method)(*given)
+            work: dist.Work = getattr(self._gloo, method)(*arguments)
         return served.work or work
 
     def _run(
@@ -234,7 +234,9 @@ class Group(dist.ProcessGroup):
         if self._last is not DONE and self._last.done():
             self._last = DONE
         at_once = self._last is DONE and not getattr(opts, "asyncOp", True)
-        with in_profile("%s of %d bytes", name, sum([each.nbytes for each in results])) as shown:
+        with in_profile(
+            "%s of %d bytes", name, sum([result.nbytes for result in results])
+        ) as shown:
             # A future's callback may run on the group's thread, which cannot wait for itself. Calls
             # from there have one order on all ranks if each callback is added before the next call
             # and that call is asynchronous, as in the hooks of DDP.

@@ -3,8 +3,6 @@
 import functools
 import itertools
 import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -143,18 +141,6 @@ def test_names_need_not_be_interned_strings(comm: Communicator) -> None:
             assert comm.all_reduce(x, names[0], algorithm=names[1]).tolist() == [results[op]] * 5
 
 
-@pytest.fixture
-def another_thread() -> Iterator[None]:
-    """Else calls are refused since no thread could make those of the other rank."""
-    end = threading.Event()
-    thread = threading.Thread(target=end.wait)
-    thread.start()
-    yield
-    end.set()
-    thread.join()
-
-
-@pytest.mark.usefixtures("another_thread")
 def test_bad_arguments_raise_before_any_communication() -> None:
     x, scalar = torch.ones(4), torch.ones(())
     comm = Communicator.threads(2)[0]  # Any communication would wait for rank 1.
@@ -196,7 +182,6 @@ def tensors_without_memory() -> list[torch.Tensor]:
     return [*views, wrapped, torch._efficientzerotensor(4)]
 
 
-@pytest.mark.usefixtures("another_thread")
 def test_tensors_without_plain_memory_are_refused() -> None:
     comm = Communicator.threads(2)[0]  # Any communication would wait for rank 1.
     x, no_memory = torch.eye(4), r"of shape \(4,\) has no memory of its own"

@@ -115,6 +115,8 @@ def test_nccl_takes_over_where_links_are_broken_or_slow(
         if given is group and backend == "nccl":
             taken = make()
             assert isinstance(taken, cuda.ProcessGroupBackend) and taken._group is group
+            taken.device = torch.device("cpu")
+            assert taken.empty(torch.Size((2,)), torch.int64).shape == (2,)  # On one host.
             assert made[:2] == [(0, 5), "closed"]
             reason = f"{broken} do not get" if broken else "NVLink does not join all GPUs"
             assert caplog.messages[0].startswith(reason)

@@ -26,18 +26,6 @@ _LONGEST_PAUSE = 0.1  # Seconds between polls of a store.
 _MOST_SECONDS = 1e9  # Seconds, 31 years; 64-bit clocks of nanoseconds overflow after 292 years.
 
 
-class Deadline:
-    """A point in time, ``seconds`` from now, until which something must have ended."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    def left(self) -> float:
-        """Seconds left; 0 once the deadline has passed."""
-        return max(self._end - time.monotonic(), 0.0)
-
-
 def check_timeout(timeout: float) -> None:
     """Raise TypeError or ValueError unless ``timeout`` is a time for a rank to wait."""
     if not isinstance(timeout, Real):
@@ -97,8 +85,9 @@ def over_group(group: dist.ProcessGroup | None) -> Rendezvous:
     return Rendezvous(dist.get_rank(group), size, all_gather, store, group)
 
 
-def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline) -> Rendezvous:
-    """The processes that share ``store``, by a part of it for their use only.
+def over_store(store: dist.Store, rank: int, world_size: int, timeout: float) -> Rendezvous:
+    """The processes that share ``store``, by a part of it for their use only. All exchanges must
+    have ended ``timeout`` seconds from now.
 
     Each rank counts the times that it joins as many ranks over ``store``; ranks with equal counts
     meet. As with torch's own groups, the store must not have counts of processes that were
@@ -120,6 +109,7 @@ def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline
     # Peers that wait for this rank look whether its process still runs.
     process = Process(host_identity(), os.getpid(), start_time(os.getpid()))
     ours.set(f"process/{rank}", messages.encode(process).decode())
+    end = time.monotonic() + timeout
     rounds = 0  # Each exchange has keys of its own: a late rank still reads those of the last one.
 
     def all_gather(item: Any, message_type: type[T]) -> list[T]:
@@ -127,7 +117,7 @@ def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline
         rounds += 1
         keys = {f"{rounds}/{peer}": peer for peer in range(world_size)}
         ours.set(f"{rounds}/{rank}", messages.encode(item).decode())
-        _await_ranks(ours, keys, deadline)
+        _await_ranks(ours, keys, end, f"within {timeout:g} s")
         return [
             messages.decode(ours.get(key), f"rank {peer}", message_type)
             for key, peer in keys.items()
@@ -136,20 +126,17 @@ def over_store(store: dist.Store, rank: int, world_size: int, deadline: Deadline
     return Rendezvous(rank, world_size, all_gather, ours)
 
 
-def _await_ranks(store: dist.Store, ranks: dict[str, int], deadline: Deadline) -> None:
-    """Wait until each of ``ranks`` has set its key. TimeoutError names the ranks that are late,
-    PeerError one that has died."""
+def _await_ranks(store: dist.Store, ranks: dict[str, int], end: float, limit: str) -> None:
+    """Wait until each of ``ranks`` has set its key. TimeoutError, after the time ``end``, names the
+    ranks that are late, and the ``limit``; PeerError names a rank that has died."""
     pause = 0.001
     while not store.check(list(ranks)):  # Not store.wait(): TCPStore logs every timeout.
         # Each check of one rank is a round trip to the store, so only once waits are long.
-        is_late = deadline.left() == 0
+        is_late = time.monotonic() >= end
         if is_late or pause == _LONGEST_PAUSE:
             absent = [rank for key, rank in ranks.items() if not store.check([key])]
             if absent and is_late:
-                raise TimeoutError(
-                    f"rank(s) {', '.join(map(str, absent))} did not join within "
-                    f"{deadline.seconds:g} s"
-                )
+                raise TimeoutError(f"rank(s) {', '.join(map(str, absent))} did not join {limit}")
             _check_alive(store, absent)
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)

@@ -20,7 +20,6 @@ from pipekernels import Communicator, PeerError, _backend
 from pipekernels.comm import messages
 from pipekernels.comm.bootstrap import processes as bootstrap
 from pipekernels.comm.bootstrap import rendezvous
-from pipekernels.comm.bootstrap.rendezvous import Deadline
 
 
 class Bomb:
@@ -64,7 +63,7 @@ def test_a_number_of_ranks_that_cannot_be_is_refused_at_once(world_size: int) ->
 def test_nothing_in_a_store_is_unpickled(form: Callable[[bytes], Any], tmp_path: Path) -> None:
     store = dist.HashStore()
     store.set("pipekernels/2/1/1/1", form(pickle.dumps(Bomb(tmp_path / "exploded"))))
-    ranks = rendezvous.over_store(store, 0, 2, Deadline(TIMEOUT))
+    ranks = rendezvous.over_store(store, 0, 2, TIMEOUT)
     with pytest.raises(RuntimeError, match="rank 1 sent .* cannot be read"):
         ranks.all_gather("", str)
     assert not (tmp_path / "exploded").exists()
