@@ -102,7 +102,7 @@ def strings(text: str) -> Iterator[str]:
 def test_errors_of_the_troubleshooting_page_are_raised() -> None:
     python = [*PACKAGE, ROOT / "csrc" / "cmake" / "build_extension.py"]
     known = [string for path in python for string in strings(path.read_text())]
-    for path in (ROOT / "csrc" / "cpu").rglob("*.cpp"):
+    for path in (ROOT / "csrc").rglob("*.[ch]*"):
         known += re.findall(r'"([^"\n]*)"', path.read_text())
     for error in re.findall(r"^### `(.*)`$", PAGES["guides/troubleshooting.md"], re.MULTILINE):
         text = error.removeprefix("...").strip()
