@@ -40,9 +40,9 @@ def copy_micro_batches_cuda(
 ) -> None: ...
 
 # ---- products ----
-# Both return whether they apply; see ops/linear.py.
+# They return whether they apply; see ops/weights/k_slices.py and ops/expert_linear.py.
 
-SKINNY_ROWS: int
+FEW_ROWS: int
 
 def skinny_gemm(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, threads: int, /

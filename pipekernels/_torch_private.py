@@ -283,17 +283,6 @@ def end_with(shown: Any, future: torch.futures.Future[Any]) -> None:
     shown._call_end_callbacks_on_future(future)
 
 
-def needs_dispatcher() -> bool:
-    """Whether operations must be called through torch's dispatcher: a compiler, a dispatch mode or
-    the profiler records them, or tensors may have tangents."""
-    return (
-        torch.compiler.is_compiling()
-        or dispatch_mode_count() > 0
-        or is_profiler_enabled()
-        or forward_ad._current_level >= 0
-    )
-
-
 function_mode_count = torch._C._len_torch_function_stack
 """The number of active ``TorchFunctionMode`` objects of this thread."""
 

@@ -1,4 +1,5 @@
-// Kernels of torch's operators, by which a compiled program calls products without Python.
+// Kernels of torch's operators, by which layers and compiled programs call products: one call for a
+// product, its bias or its all-reduce.
 //
 // They take products of a few rows of CPU tensors. For all else they call the operator's kernel in
 // Python, which computes the same.
@@ -135,6 +136,16 @@ void linear(Value* values, uint64_t, uint64_t) {
   });
 }
 
+// The communicator, if it makes all-reduces for this process without Python: one over hosts does not,
+// and of ranks that are threads Python says which calls are missing.
+std::shared_ptr<Communicator> native_communicator(int64_t handle) {
+  const py::gil_scoped_acquire gil;
+  auto communicator = communicator_of(handle);
+  const bool is_native = communicator != nullptr &&
+                         (communicator->world_size() == 1 || !communicator->is_threads());
+  return is_native ? communicator : nullptr;
+}
+
 // row_linear(Tensor x, Tensor weight, Tensor? scale, int comm, bool scatter) -> Tensor
 void row_linear(Value* values, uint64_t, uint64_t) {
   Operands operands{tensor_of(values[0]), tensor_of(values[1]), optional_tensor_of(values[2]), {}};
@@ -142,15 +153,14 @@ void row_linear(Value* values, uint64_t, uint64_t) {
   const bool scatter = values[4] & 1;
   values[0] = guarded([&] {
     dlpack::Tensor out;
-    Tensor result = scatter ? nullptr : few_rows(operands, out);
-    std::shared_ptr<Communicator> communicator;
+    const auto communicator = scatter ? nullptr : native_communicator(handle);
+    Tensor result = communicator ? few_rows(operands, out) : nullptr;
+    if (!result) return by_python("row_linear", operands, handle, scatter);
     uint32_t shape;
-    if (result) {
+    {
       const py::gil_scoped_acquire gil;
-      communicator = communicator_of(handle);
       shape = shape_digest(py::tuple(py::cast(Integers(out.shape, out.shape + out.dims))));
     }
-    if (communicator == nullptr) return by_python("row_linear", operands, handle, scatter);
     all_reduce(*communicator, out.data, static_cast<size_t>(dlpack::dense_elements(out)),
                static_cast<DType>(dtype_of(out)), Reduction::kSum, Algorithm::kAuto, shape);
     return result;

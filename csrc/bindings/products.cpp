@@ -241,7 +241,7 @@ void define(py::module_& m, const char* name) {
 }  // namespace
 
 void bind_products(py::module_& m) {
-  m.attr("SKINNY_ROWS") = kMaxSkinnyRows;
+  m.attr("FEW_ROWS") = kMaxSkinnyRows;
   define<&skinny_gemm>(m, "skinny_gemm");
   define<&skinny_gemm_partial>(m, "skinny_gemm_partial");
   define<&expert_product>(m, "expert_product");

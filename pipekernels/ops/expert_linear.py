@@ -12,7 +12,7 @@ from torch.nn import functional
 from pipekernels import _backend
 from pipekernels.ops.dispatch import has_derivatives, is_observed
 
-SKINNY_ROWS = 4
+FEW_ROWS = 4
 """Mean number of rows of an expert up to which reading its weight takes the most time."""
 
 
@@ -57,7 +57,7 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor)
     return y if bias is None else y + bias.repeat_interleave(rows, 0, output_size=len(x))
 
 
-def skinny_expert_linear(
+def few_rows_expert_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, scale: Tensor | None = None
 ) -> Tensor | None:
     """Multiply each row by the matrices of its chosen experts, of which only these are read; or
@@ -69,7 +69,7 @@ def skinny_expert_linear(
         weight: ``[experts, n, k]``, of int8 with a ``scale``.
         bias: ``[experts, n]``.
         chosen: int64, ``[rows, count]``.
-        scale: ``[experts, n]``, float32, see :mod:`pipekernels.ops.int8_linear`.
+        scale: ``[experts, n]``, float32, see :mod:`pipekernels.ops.weights.int8`.
 
     Returns:
         ``[rows, count, n]``. 16-bit floats are computed with in float32, and rounded once.
@@ -80,7 +80,7 @@ def skinny_expert_linear(
     is_compiling = torch.compiler.is_compiling()
     if type(x) is not Tensor or not x.is_cpu or (is_observed() and not is_compiling):
         return None
-    if chosen.numel() > SKINNY_ROWS * weight.shape[0]:
+    if chosen.numel() > FEW_ROWS * weight.shape[0]:
         return None
     if scale is None and torch.is_autocast_enabled("cpu"):
         return None
@@ -149,7 +149,7 @@ class _ExpertLinear(torch.autograd.Function):
 def _chosen_experts(
     x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, scale: Tensor | None
 ) -> Tensor:
-    y = skinny_expert_linear(x, weight, bias, chosen, scale)
+    y = few_rows_expert_linear(x, weight, bias, chosen, scale)
     if y is not None:
         return y
     # Of memory or dtypes that the kernel does not take.

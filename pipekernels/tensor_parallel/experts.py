@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
-from pipekernels.ops.expert_linear import expert_linear, skinny_expert_linear
+from pipekernels.ops.expert_linear import expert_linear, few_rows_expert_linear
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor, check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
 from pipekernels.tensor_parallel.functional import (
@@ -194,10 +194,10 @@ class ParallelExperts(ShardedLayer):
     ) -> Tensor | None:
         """Outputs of the experts that rows of ``x`` have chosen, ``[rows * count, H]``, by the
         kernel for few rows; None where it does not apply."""
-        y = self._skinny_product(x, self.first, b1, chosen)
+        y = self._few_rows_product(x, self.first, b1, chosen)
         if y is not None:
             inner = self._activated(y).flatten(0, 1)
-            y = self._skinny_product(inner, "down_proj", b2, chosen.reshape(-1, 1))
+            y = self._few_rows_product(inner, "down_proj", b2, chosen.reshape(-1, 1))
         return None if y is None else y.flatten(0, 1)
 
     def _matrices(self, name: str) -> Tensor:
@@ -208,10 +208,10 @@ class ParallelExperts(ShardedLayer):
     def _product(self, x: Tensor, name: str, bias: Tensor | None, rows: Tensor) -> Tensor:
         return expert_linear(x, self._matrices(name), bias, rows)
 
-    def _skinny_product(
+    def _few_rows_product(
         self, x: Tensor, name: str, bias: Tensor | None, chosen: Tensor
     ) -> Tensor | None:
-        return skinny_expert_linear(x, self._matrices(name), bias, chosen)
+        return few_rows_expert_linear(x, self._matrices(name), bias, chosen)
 
     def _activated(self, y: Tensor) -> Tensor:
         """The input of the second product, from the output of the first."""

@@ -37,15 +37,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipekernels import _backend
-from pipekernels._torch_private import needs_dispatcher
 from pipekernels.comm import Communicator
-from pipekernels.comm.tensors import check_rows
-from pipekernels.ops import linear as products
 from pipekernels.ops.collectives import all_gather, all_reduce
-from pipekernels.ops.dispatch import can_skip_dispatcher, check_differentiated_once
-from pipekernels.ops.gemm import as_matrix, sharded_gemm
+from pipekernels.ops.dispatch import (
+    can_skip_dispatcher,
+    check_differentiated_once,
+    has_derivatives,
+)
 from pipekernels.ops.micro_batch import micro_batch_sizes
+from pipekernels.ops.weights import DenseWeight, Weight
 
 __all__ = [
     "copy_to_holders",
@@ -59,9 +59,6 @@ __all__ = [
 
 Heads: TypeAlias = tuple[int, int]
 """Of attention: how many heads a layer's features are of, and how many heads of keys there are."""
-
-_LAYERS = "a layer that is sharded over ranks"  # For errors.
-
 
 def shard_sizes(size: int, world_size: int) -> list[int]:
     """How many of ``size`` features each rank holds; if not equal, the first ranks hold one more.
@@ -161,17 +158,19 @@ def gather_from_ranks(x: Tensor, comm: Communicator, size: int | Sequence[int]) 
     return _step(x, comm, sizes, _join_slices, _own_slice)
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator) -> Tensor:
+def column_linear(x: Tensor, weight: Weight, bias: Tensor | None, comm: Communicator) -> Tensor:
     """``x @ weight.T + bias`` of the replicated ``x``, for this rank's output features."""
-    y = products.native_linear(x, weight, bias)  # First: copy_to_ranks() would take as long.
-    return products.library_linear(copy_to_ranks(x, comm), weight, bias) if y is None else y
+    if has_derivatives((x, weight.tensor)):
+        x = copy_to_ranks(x, comm)
+    return weight.linear(x, bias)
 
 
 def row_linear(x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool = False) -> Tensor:
     """``x @ weight.T``, summed over the ranks, each of which holds a part of the inner dimension.
 
-    The product is written straight into a symmetric tensor, which the peers read in place. Under
-    autocast it is computed in autocast's dtype, as ``torch.nn.functional.linear`` is.
+    The product of more than a few rows is written straight into a symmetric tensor, which the peers
+    read in place. Under autocast it is computed in autocast's dtype, as
+    ``torch.nn.functional.linear`` is.
 
     Args:
         x: ``[..., k_rank]``.
@@ -184,21 +183,7 @@ def row_linear(x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool =
         ValueError: ``scatter`` is set and the first dimension of ``x`` is not a multiple of the
             world size.
     """
-    if scatter:
-        check_rows(x, comm.world_size, dims=2)
-    # x.device takes longer than x.is_cpu; is_autocast_enabled("meta") raises.
-    device = "cpu" if x.is_cpu else x.device.type
-    is_cast = device != "meta" and torch.is_autocast_enabled(device)
-    if is_cast and x.is_floating_point() and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        x, weight = x.to(dtype), weight.to(dtype)
-    # Autograd, and the dispatcher, take as long as a small product.
-    registered = needs_dispatcher() or not _backend.load().are_plain([x, weight])
-    has_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if not (registered or has_gradients):
-        return products.row_linear(x, weight, comm, scatter)
-    result: Tensor = _RowLinear.apply(x, weight, comm, scatter, registered)
-    return result
+    return DenseWeight(weight).row_linear(x, comm, scatter)
 
 
 # Of ``x``, the ranks, and what both directions of a step need: sizes, an order, or shards.
@@ -220,7 +205,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        check_differentiated_once(_LAYERS)
+        check_differentiated_once("a layer that is sharded over ranks")
         return ctx.transform(grad, ctx.comm, ctx.option), None, None, None, None
 
 
@@ -242,40 +227,6 @@ def _sum_of_holders(grad: Tensor, comm: Communicator, shards: Sequence[int]) -> 
     all_shards[own] = grad
     # A copy: the rest of the reduction's result can be freed.
     return all_reduce(all_shards, comm)[own].clone()
-
-
-class _RowLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        comm: Communicator,
-        scatter: bool,
-        registered: bool,
-    ) -> Tensor:
-        ctx.comm, ctx.scatter = comm, scatter
-        ctx.on_gpu = x.is_cuda  # In torch 2.6 a compiled backward cannot read x.is_cuda.
-        ctx.save_for_backward(x, weight)
-        if not registered:
-            return products.row_linear(x, weight, comm, scatter)
-        result: Tensor = torch.ops.pipekernels.row_linear(x, weight, None, comm.handle, scatter)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        check_differentiated_once(_LAYERS)
-        x, weight = ctx.saved_tensors
-        if ctx.scatter:
-            grad = all_gather(grad, ctx.comm)
-        rows = as_matrix(grad)  # [N, M]
-        multiply: Callable[..., Tensor] = sharded_gemm if ctx.on_gpu else functional.linear
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = multiply(rows, weight.t()).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            grad_weight = multiply(rows.t(), as_matrix(x).t())
-        return grad_x, grad_weight, None, None, None
 
 
 def _own_slice(x: Tensor, comm: Communicator, sizes: Sequence[int]) -> Tensor:

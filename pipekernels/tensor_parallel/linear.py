@@ -22,9 +22,9 @@ grad of x     all-reduce of ``[N, K]``     ``[N, K / R]``, no collective
 ============  ===========================  ===============================
 
 ``gather_output=True`` all-gathers y to ``[N, M]``, ``input_is_parallel=False`` takes the replicated
-``[N, K]``, and ``reduce="reduce_scatter"`` leaves ``[N / R, M]`` on each rank. Forwards call
-``column_linear`` and ``row_linear`` of :mod:`pipekernels.tensor_parallel.functional`, or those of
-:mod:`pipekernels.tensor_parallel.invariant`; ``ops.linear`` computes the products.
+``[N, K]``, and ``reduce="reduce_scatter"`` leaves ``[N / R, M]`` on each rank. The weights of
+:mod:`pipekernels.ops.weights` compute the products, and
+:mod:`pipekernels.tensor_parallel.invariant` those of invariant layers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch.nn.parameter import is_lazy
 from pipekernels._torch_private import active_ddp, dispatch_mode_count
 from pipekernels.comm import Communicator
 from pipekernels.device.streams import usable
-from pipekernels.ops.linear import linear, may_be_skinny, skinny_linear, skinny_row_linear
+from pipekernels.ops.weights import DenseWeight, Weight
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
@@ -55,7 +55,6 @@ from pipekernels.tensor_parallel.functional import (
     copy_to_holders,
     copy_to_ranks,
     gather_from_ranks,
-    row_linear,
     scatter_to_ranks,
 )
 from pipekernels.tensor_parallel.invariant import (
@@ -144,7 +143,14 @@ class ShardedLinear(ShardedLayer):
         dim = self.shard_dims[name]
         return 1 - dim if self.is_transposed and name == "weight" else dim
 
+    def _weight(self) -> Weight:
+        weight: Tensor = self.weight
+        return DenseWeight(weight.t() if self.is_transposed else weight)
+
     def _check_input(self, x: Tensor, weight: Tensor, features: int) -> None:
+        fits = isinstance(x, Tensor) and x.shape[-1:] == (features,) and x.dtype == weight.dtype
+        if fits and x.device == weight.device:
+            return
         if not isinstance(x, Tensor):
             raise TypeError(f"{self._described()} takes a tensor, got {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != features:
@@ -245,46 +251,10 @@ class RowParallelLinear(ShardedLinear):
             check_invariant_row(in_features, comm, reduce, bias=bias, heads=heads)
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce
-        # The kernel for a few rows has another order of sums.
-        self._tries_few_rows = input_is_parallel and reduce == "all_reduce" and not invariant
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to ``x``: see the class for the shapes."""
-        compiling = torch.compiler.is_compiling()
-        if not compiling and active_ddp() is not None:
-            check_data_parallel(self.comm)
-        weight: Tensor = self.weight.t() if self.is_transposed else self.weight
-        # A few rows first: the checks below would take as long as their product.
-        trains = weight.requires_grad and torch.is_grad_enabled()
-        tried = self._tries_few_rows and not (compiling or trains) and may_be_skinny(x, weight)
-        y = skinny_row_linear(x, weight, self.comm) if tried else None
-        if y is None:
-            y = self._product(x, weight)
-        bias: Tensor | None = self.bias
-        if bias is not None and self.reduce == "reduce_scatter":
-            bias = copy_to_ranks(bias, self.comm)  # Its gradient is that of all rows.
-        if self.skip_bias_add:
-            return y, bias
-        if bias is None:
-            return y
-        # Selective checkpointing, a dispatch mode, may keep y; a subclass is a view of the product.
-        if type(y) is Tensor and not compiling and dispatch_mode_count() == 0:
-            return y.add_(bias)
-        return (y + bias).to(y.dtype)
-
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        features = weight.shape[1] if self.input_is_parallel else self.in_features
-        fits = isinstance(x, Tensor) and x.shape[-1:] == (features,) and x.dtype == weight.dtype
-        if not fits or x.device != weight.device:
-            self._check_input(x, weight, features)
-        if not self.input_is_parallel:
-            x = scatter_to_ranks(x, self.comm)
-        elif x.requires_grad and not (torch.compiler.is_compiling() or self._gradients_are_checked):
-            x.register_hook(self._check_gradients)
-        if self.reduce == "none":
-            return linear(x, weight)
-        step = invariant_row_linear if self.invariant else row_linear
-        return step(x, weight, self.comm, scatter=self.reduce == "reduce_scatter")
+        return forward_row(self, x)
 
     def _check_gradients(self, _: Tensor) -> None:
         if not self._gradients_are_checked:
@@ -361,37 +331,67 @@ class ColumnParallelLinear(ShardedLinear):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to ``x``: see the class for the shapes."""
-        compiling = torch.compiler.is_compiling()
-        if not compiling and active_ddp() is not None:
-            check_data_parallel(self.comm)
-        weight: Tensor = self.weight.t() if self.is_transposed else self.weight
-        bias: Tensor | None = self.bias
-        # A few rows first, as in the row-parallel layer.
-        if not (compiling or self.skip_bias_add or self.gather_output or self.invariant):
-            y = skinny_linear(x, weight, bias)
-            if y is not None:
-                return y
-        self._check_input(x, weight, self.in_features)
-        # Ranks that hold the same heads sum the gradients of their shard.
-        if self.is_shared:
-            weight = copy_to_holders(weight, self.comm, self.shards)
-            if bias is not None:
-                bias = copy_to_holders(bias, self.comm, self.shards)
-        added = None if self.skip_bias_add else bias
-        if self.invariant:
-            y = invariant_column_linear(x, weight, added, self.comm, self._own_blocks)
-        else:
-            y = column_linear(x, weight, added, self.comm)
-        if self.gather_output:
-            y = gather_from_ranks(y, self.comm, self.out_features)
-        # A row-parallel layer checks gradients up to here.
-        if y.requires_grad and not compiling:
-            mark_column_output(y, bias)
-        if not self.skip_bias_add:
-            return y
-        if self.gather_output and bias is not None:
-            bias = gather_from_ranks(bias, self.comm, self.out_features)
-        return y, bias
+        return forward_column(self, x)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather_output={self.gather_output}"
+
+
+def forward_row(layer: Any, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    """The forward of row-parallel layers, whatever the format of their weight."""
+    compiling, comm = torch.compiler.is_compiling(), layer.comm
+    if not compiling and active_ddp() is not None:
+        check_data_parallel(comm)
+    weight = layer._weight()
+    parallel, scatter = layer.input_is_parallel, layer.reduce == "reduce_scatter"
+    layer._check_input(x, weight.tensor, weight.tensor.shape[1] if parallel else layer.in_features)
+    if not parallel:
+        x = scatter_to_ranks(x, comm)
+    elif x.requires_grad and not (compiling or layer._gradients_are_checked):
+        x.register_hook(layer._check_gradients)
+    if layer.reduce == "none":
+        y = weight.linear(x)
+    elif layer.invariant:
+        y = invariant_row_linear(x, weight.tensor, comm, scatter=scatter)
+    else:
+        y = weight.row_linear(x, comm, scatter)
+    bias: Tensor | None = layer.bias
+    if bias is not None and scatter:
+        bias = copy_to_ranks(bias, comm)  # Its gradient is that of all rows.
+    if layer.skip_bias_add:
+        return y, bias
+    if bias is None:
+        return y
+    # Selective checkpointing, a dispatch mode, may keep y; a subclass is a view of the product.
+    if type(y) is Tensor and not compiling and dispatch_mode_count() == 0:
+        return y.add_(bias)
+    return (y + bias).to(y.dtype)
+
+
+def forward_column(layer: Any, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    """The forward of column-parallel layers, whatever the format of their weight."""
+    compiling, comm = torch.compiler.is_compiling(), layer.comm
+    if not compiling and active_ddp() is not None:
+        check_data_parallel(comm)
+    weight, bias = layer._weight(), layer.bias
+    layer._check_input(x, weight.tensor, layer.in_features)
+    # Ranks that hold the same heads sum the gradients of their shard.
+    if layer.is_shared:
+        weight.tensor = copy_to_holders(weight.tensor, comm, layer.shards)
+        if bias is not None:
+            bias = copy_to_holders(bias, comm, layer.shards)
+    added = None if layer.skip_bias_add else bias
+    if layer.invariant:
+        y = invariant_column_linear(x, weight.tensor, added, comm, layer._own_blocks)
+    else:
+        y = column_linear(x, weight, added, comm)
+    if layer.gather_output:
+        y = gather_from_ranks(y, comm, layer.out_features)
+    # A row-parallel layer checks gradients up to here.
+    if y.requires_grad and not compiling:
+        mark_column_output(y, bias)
+    if not layer.skip_bias_add:
+        return y
+    if layer.gather_output and bias is not None:
+        bias = gather_from_ranks(bias, comm, layer.out_features)
+    return y, bias

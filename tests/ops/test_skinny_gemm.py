@@ -6,9 +6,23 @@ from support.reference import gamma
 from torch import Tensor
 from torch.nn import functional
 
-from pipekernels.ops.linear import skinny_linear, skinny_partial
+from pipekernels import _backend
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = x.new_empty((*x.shape[:-1], len(weight)))
+    assert _backend.load().skinny_gemm(out, x, weight, bias, torch.get_num_threads())
+    return out
+
+
+def partial_product(x: Tensor, weight: Tensor, slabs: int) -> Tensor:
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    out = x.new_empty((*x.shape[:-1], len(weight)), dtype=wide)
+    threads = torch.get_num_threads()
+    assert _backend.load().skinny_gemm_partial(out, x, weight, slabs, threads)
+    return out
 
 
 def assert_close(found: Tensor, exact: Tensor, absolute: Tensor, terms: int) -> None:
@@ -27,8 +41,8 @@ def assert_close(found: Tensor, exact: Tensor, absolute: Tensor, terms: int) -> 
 def test_the_product_is_linear(shape: tuple[int, ...], biased: bool, dtype: torch.dtype) -> None:
     x = torch.randn(shape).to(dtype)
     weight, bias = torch.randn(33, shape[-1]).to(dtype), torch.randn(33).to(dtype)
-    y = skinny_linear(x, weight, bias if biased else None)
-    assert y is not None and y.dtype == dtype
+    y = linear(x, weight, bias if biased else None)
+    assert torch.equal(torch.ops.pipekernels.linear(x, weight, None, bias if biased else None), y)
     wide = [t.double() for t in (x, weight, bias)]
     exact = functional.linear(*wide[:2], wide[2] if biased else None)
     absolute = functional.linear(*[t.abs() for t in wide])
@@ -43,15 +57,12 @@ def test_slabs_have_the_same_bits_in_one_call_or_in_several(
 ) -> None:
     inner = 8 * slab
     x, weight = torch.randn(rows, inner).to(dtype), torch.randn(33, inner).to(dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     absolute = functional.linear(x.abs().double(), weight.abs().double())
     exact = functional.linear(x.double(), weight.double())
 
     def partial(begin: int, end: int, slabs: int) -> Tensor:
         operands = (t[:, begin:end].contiguous() for t in (x, weight))
-        part = skinny_partial(*operands, slabs)
-        assert part is not None and part.dtype == wide
-        return part
+        return partial_product(*operands, slabs)
 
     def tree(begin: int, end: int, slabs: int, calls: int) -> Tensor:
         if calls == 1:
@@ -65,14 +76,11 @@ def test_slabs_have_the_same_bits_in_one_call_or_in_several(
         for calls in (2, 4, 8):
             if calls <= slabs:
                 assert torch.equal(tree(0, inner, slabs, calls), whole), (slabs, calls)
-    linear = skinny_linear(x, weight, None)
-    assert linear is not None and torch.equal(partial(0, inner, 1).to(dtype), linear)
+    assert torch.equal(partial(0, inner, 1).to(dtype), linear(x, weight))
 
 
 def test_rows_do_not_depend_on_threads_or_other_rows(one_thread: None) -> None:
     x, weight = torch.randn(4, 8 * 333), torch.randn(300, 8 * 333)
-    alone = skinny_partial(x[2], weight, 8)
+    alone = partial_product(x[2], weight, 8)
     torch.set_num_threads(3)
-    together = skinny_partial(x, weight, 8)
-    assert alone is not None and together is not None
-    assert torch.equal(alone, together[2])
+    assert torch.equal(alone, partial_product(x, weight, 8)[2])

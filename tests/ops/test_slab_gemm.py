@@ -7,8 +7,8 @@ import torch
 from support.kernels.interpreter import run_interpreted
 from torch import Tensor
 
-from pipekernels.ops import slab_gemm as module
-from pipekernels.ops.slab_gemm import slab_gemm
+from pipekernels.ops.weights import k_slices as module
+from pipekernels.ops.weights.k_slices import k_slice_gemm
 
 
 @pytest.mark.compile
@@ -30,9 +30,9 @@ def test_a_kernel_that_is_not_loaded_cannot_be_captured(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     a, b = torch.ones(2, 16), torch.ones(3, 16)
     with pytest.raises(RuntimeError, match="run the layer once before the capture"):
-        slab_gemm(a, b, slabs=2)
+        k_slice_gemm(a, b, k_slices=2)
     monkeypatch.setattr(launch, "are_slabs_loaded", lambda *_: True)
-    out = slab_gemm(a, b, slabs=2, out_dtype=torch.float64)
+    out = k_slice_gemm(a, b, k_slices=2, out_dtype=torch.float64)
     assert len(launched) == 1 and out is not None
     assert out.shape == (2, 3) and out.dtype == torch.float64
 

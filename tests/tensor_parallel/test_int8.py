@@ -11,11 +11,8 @@ from test_experts import HIDDEN, INNER, LAYOUTS, Experts, both, routing
 from torch import Tensor, nn
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.ops.int8_linear import (
-    floats_of,
-    int8_linear,
-    int8_of,
-)
+from pipekernels.ops.weights import Int8Weight
+from pipekernels.ops.weights.int8 import floats_of, int8_of
 from pipekernels.tensor_parallel import full_state_dict, quantize_weights, tensor_unparallelize
 from pipekernels.tensor_parallel.experts import ParallelExperts
 from pipekernels.tensor_parallel.int8 import Int8Experts, Int8Linear
@@ -53,7 +50,7 @@ def test_products_are_within_the_error_model(dtype: torch.dtype, rows: int, k: i
     scale = scale_of(weight)
     integers = int8_of(weight, scale)
     with torch.no_grad():
-        found = int8_linear(x, integers, scale, bias).double()
+        found = Int8Weight(integers, scale).linear(x, bias).double()
     x64, w64 = x.double(), weight.double()
     expected = x64 @ w64.t() + bias.double()
     # Half a step of each weight; int8_of() divides in float32, so a tie may go either way.

@@ -6,17 +6,16 @@ from support.reference import gamma
 from torch import Tensor
 
 from pipekernels import Communicator
-from pipekernels.ops import int8_linear
-from pipekernels.ops import linear as products
+from pipekernels.ops.weights import DenseWeight, base, dense
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_floats_without_instructions_are_multiplied_in_float32(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in int8_linear, products:
+    for module in base, dense:
         monkeypatch.setattr(module, "is_emulated", lambda dtype: dtype.itemsize == 2)
-    monkeypatch.setattr(int8_linear, "BLOCK", 600)  # 18 rows of the weight.
+    monkeypatch.setattr(base, "BLOCK", 600)  # 18 rows of the weight.
     x, weight = torch.randn(2, 5, 33).to(dtype), torch.randn(50, 33).to(dtype)
     bias = torch.randn(50).to(dtype)
     exact, magnitude = (
@@ -32,8 +31,9 @@ def test_16_bit_floats_without_instructions_are_multiplied_in_float32(
         assert ((found.double() - exact).abs() <= bound).all()
 
     with torch.no_grad():
-        check(products.linear(x, weight, bias), exact + bias, magnitude + bias.abs())
-        check(products.row_linear(x, weight, comm, False), exact, magnitude)
+        product = DenseWeight(weight)
+        check(product.linear(x, bias), exact + bias, magnitude + bias.abs())
+        check(product.row_linear(x, comm, False), exact, magnitude)
     weight.requires_grad_()
-    products.linear(x, weight).sum().backward()
+    DenseWeight(weight).linear(x).sum().backward()
     assert weight.grad is not None

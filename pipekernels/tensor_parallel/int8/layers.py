@@ -10,19 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
-from pipekernels.ops.expert_linear import skinny_expert_linear
-from pipekernels.ops.int8_linear import (
-    check_no_gradients,
-    floats_of,
-    int8_expert_linear,
-    int8_linear,
-    int8_of,
-)
-from pipekernels.ops.linear import row_linear
+from pipekernels.ops.expert_linear import few_rows_expert_linear, groups
+from pipekernels.ops.weights import Int8Weight, Weight
+from pipekernels.ops.weights.int8 import floats_of, int8_of
 from pipekernels.tensor_parallel.experts import ParallelExperts
 from pipekernels.tensor_parallel.full_layer import full_layer
-from pipekernels.tensor_parallel.functional import gather_from_ranks, scatter_to_ranks
-from pipekernels.tensor_parallel.linear import RowParallelLinear, ShardedLinear
+from pipekernels.tensor_parallel.linear import (
+    RowParallelLinear,
+    ShardedLinear,
+    forward_column,
+    forward_row,
+)
 from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 
@@ -87,6 +85,8 @@ class Int8Linear(_Int8Layer):
         self.input_is_parallel = getattr(layer, "input_is_parallel", False)
         self.reduce = getattr(layer, "reduce", "none")
         self.gather_output = getattr(layer, "gather_output", False)
+        # Of layers that are trained.
+        self.is_shared, self._gradients_are_checked = False, True
         parameters = layer._plain_parameters()
         weight = parameters["weight"].detach()
         weight = weight.t() if layer.is_transposed else weight
@@ -100,38 +100,19 @@ class Int8Linear(_Int8Layer):
     def full_shape(self, name: str) -> tuple[int, ...]:
         return (self.out_features, self.in_features) if name == "weight" else (self.out_features,)
 
+    def _weight(self) -> Weight:
+        return Int8Weight(self.weight, self.scale)
+
+    def _check_input(self, x: Tensor, weight: Tensor, features: int) -> None:
+        if x.dim() == 0 or x.shape[-1] != features or x.device != weight.device:
+            raise ValueError(
+                f"{self._described()} on rank {self.rank} of {self.world_size} takes {features} "
+                f"features on {weight.device}, got a tensor of shape {tuple(x.shape)} on {x.device}"
+            )
+
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to ``x``."""
-        if self.is_row and not self.input_is_parallel:
-            x = scatter_to_ranks(x, self.comm)
-        weight: Tensor = self.weight
-        bias: Tensor | None = self._parameters["bias"]
-        if x.dim() == 0 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
-            raise ValueError(
-                f"{self._described()} on rank {self.rank} of {self.world_size} takes "
-                f"{weight.shape[1]} features on {weight.device}, got a tensor of shape "
-                f"{tuple(x.shape)} on {x.device}"
-            )
-        # A row-parallel layer adds its bias after the sum over ranks, as the float layer does.
-        fused = None if self.is_row or self.skip_bias_add else bias
-        compiling, scatter = torch.compiler.is_compiling(), self.reduce == "reduce_scatter"
-        if compiling:  # The operators have no derivatives, and would return none without an error.
-            check_no_gradients(x)
-        if self.reduce == "none":
-            product = torch.ops.pipekernels.linear if compiling else int8_linear
-            y = product(x, weight, self.scale, fused)
-        elif compiling:
-            handle = self.comm.handle
-            y = torch.ops.pipekernels.row_linear(x, weight, self.scale, handle, scatter)
-        else:
-            y = row_linear(x, weight, self.comm, scatter, self.scale)
-        if self.gather_output:
-            y = gather_from_ranks(y, self.comm, self.out_features)
-        if self.skip_bias_add:
-            if self.gather_output and bias is not None:
-                bias = gather_from_ranks(bias, self.comm, self.out_features)
-            return y, bias
-        return y + bias if self.is_row and bias is not None else y
+        return forward_row(self, x) if self.is_row else forward_column(self, x)
 
     def to_full(self) -> nn.Module:
         """The full layer in floats, gathered. A collective."""
@@ -199,14 +180,19 @@ class Int8Experts(_Int8Layer, ParallelExperts):
         return dims if self.expert_parallel else dims | {f"{self.first}_scale": 1}
 
     def _product(self, x: Tensor, name: str, bias: Tensor | None, rows: Tensor) -> Tensor:
-        scale = self.get_parameter(f"{name}_scale")
-        return int8_expert_linear(x, self.get_parameter(name), scale, bias, rows.tolist())
+        weight, scale = self.get_parameter(name), self.get_parameter(f"{name}_scale")
+        Int8Weight(weight, scale).check_no_gradients(x)
+        out = x.new_empty(len(x), weight.shape[1])
+        for expert, own in groups(rows.tolist()):
+            added = None if bias is None else bias[expert]
+            Int8Weight(weight[expert], scale[expert]).product_into(out[own], x[own], added)
+        return out
 
-    def _skinny_product(
+    def _few_rows_product(
         self, x: Tensor, name: str, bias: Tensor | None, chosen: Tensor
     ) -> Tensor | None:
         scale = self.get_parameter(f"{name}_scale")
-        return skinny_expert_linear(x, self.get_parameter(name), bias, chosen, scale)
+        return few_rows_expert_linear(x, self.get_parameter(name), bias, chosen, scale)
 
     def to_full(self) -> nn.Module:
         """The full module in floats, gathered. A collective."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,19 +11,22 @@ from torch import Tensor
 from pipekernels.comm import Communicator
 from pipekernels.ops.dispatch import check_differentiated_once
 from pipekernels.ops.gemm import as_matrix
-from pipekernels.ops.linear import skinny_linear, skinny_partial
-from pipekernels.ops.slab_gemm import slab_gemm
+from pipekernels.ops.weights.k_slices import (
+    SlicedWeight,
+    exactly,
+    k_slice_gemm,
+    product_by_rows,
+    tree_product,
+    tree_sum,
+)
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor
 from pipekernels.tensor_parallel.functional import Heads
 from pipekernels.tensor_parallel.invariant.slabs import (
     SLABS,
     check_eager,
     check_slabs,
-    product_by_rows,
     slabs_of,
     sum_of_ranks,
-    tree_product,
-    tree_sum,
 )
 
 _LAYERS = "an invariant layer"  # For errors.
@@ -128,28 +130,15 @@ def _as_autocast(tensors: list[Tensor]) -> list[Tensor]:
     return [t.to(dtype) if cast else t for t, cast in zip(tensors, casts, strict=True)]
 
 
-def _exactly(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A context in which products have the dtypes of their operands."""
-    device = tensor.device.type
-    enabled = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if enabled else nullcontext()
-
-
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) -> Tensor:
         ctx.comm, ctx.scatter = comm, scatter
         ctx.save_for_backward(x, weight)
-        shape = (*x.shape[:-1], weight.shape[0])
         # Of any strides, the library might choose its kernel by them.
         x = x.contiguous()
-        partial = skinny_partial(x, weight, SLABS // comm.world_size)
-        if partial is None:
-            rows = x.view(-1, x.shape[-1])
-            with _exactly(x):
-                partial = tree_product(rows, weight, SLABS // comm.world_size)
-        # Not a view, which callers could not modify.
-        return sum_of_ranks(partial.resize_(shape), comm, scatter=scatter).to(x.dtype)
+        partial = SlicedWeight(weight).partial_product(x, SLABS // comm.world_size)
+        return sum_of_ranks(partial, comm, scatter=scatter).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -162,7 +151,7 @@ class _RowLinear(torch.autograd.Function):
         flat = as_matrix(x)  # [N, K / R]
         [slabs] = slabs_of([x.shape[-1]], ctx.comm.world_size)
         grad_x = grad_weight = None
-        with _exactly(x):
+        with exactly(x):
             if ctx.needs_input_grad[0]:
                 grad_x = product_by_rows(rows, weight.t(), slabs).view(x.shape)
             if ctx.needs_input_grad[1]:
@@ -182,14 +171,8 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.comm, ctx.blocks = comm, blocks
         ctx.save_for_backward(x, weight)
-        x = x.contiguous()
-        y = skinny_linear(x, weight, bias)  # Each feature by itself.
-        if y is not None:
-            return y
-        rows = x.view(-1, x.shape[-1])
         parts = (part for block in slabs_of(blocks, comm.world_size) for part in block)
-        y = product_by_rows(rows, weight, parts, bias)
-        return y.resize_(*x.shape[:-1], weight.shape[0])
+        return SlicedWeight(weight).product(x.contiguous(), parts, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -203,7 +186,7 @@ class _ColumnLinear(torch.autograd.Function):
             for block in slabs_of(ctx.blocks, ctx.comm.world_size)
         ]
         grad_x = grad_weight = grad_bias = None
-        with _exactly(x):
+        with exactly(x):
             if ctx.needs_input_grad[0]:
                 of_slabs = zip(*pieces, strict=True)
                 partial = tree_sum(_sum_of_blocks(slab, weight) for slab in of_slabs)
@@ -211,7 +194,7 @@ class _ColumnLinear(torch.autograd.Function):
             # Those of weight and bias have a row for each feature, and no sum over them.
             flattened = [piece for block in pieces for _, piece in block]
             if ctx.needs_input_grad[1]:
-                grad_weight = slab_gemm(rows.t(), flat.t())
+                grad_weight = k_slice_gemm(rows.t(), flat.t())
                 if grad_weight is None:
                     grad_weight = torch.cat([piece.t() @ flat for piece in flattened])
             if ctx.needs_input_grad[2]:

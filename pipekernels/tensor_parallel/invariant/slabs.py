@@ -1,19 +1,13 @@
-"""Slabs of sharded features; products by slabs, and sums in the order of one tree.
-
-Products are those of the library, slab by slab, or of a kernel that has the same bits for any shape
-(:mod:`pipekernels.ops.slab_gemm`).
-"""
+"""Slabs of sharded features, and the sum of the ranks' slabs in the order of one tree."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pipekernels.comm import Communicator
-from pipekernels.ops.slab_gemm import slab_gemm
 
 SLABS = 8
 ALIGNED = 8  # Elements of 16 bytes or more: the library has other kernels for less aligned rows.
@@ -79,18 +73,6 @@ def slabs_of(blocks: Sequence[int], world_size: int) -> Iterator[list[slice]]:
         begin += size
 
 
-def tree_sum(terms: Iterable[Tensor]) -> Tensor:
-    """The sum of a power of two of tensors, by a binary tree."""
-    # As a binary counter carries: the stack has sums of 1, 2, 4, ... terms, the smallest on top.
-    stack: list[Tensor] = []
-    for count, term in enumerate(terms, 1):
-        while count % 2 == 0:
-            term = stack.pop() + term
-            count //= 2
-        stack.append(term)
-    return stack.pop()
-
-
 def sum_of_ranks(partial: Tensor, comm: Communicator, *, scatter: bool = False) -> Tensor:
     """The sum of the ranks' subtrees; with ``scatter`` this rank's rows of it."""
     if comm.world_size == 1:
@@ -99,34 +81,3 @@ def sum_of_ranks(partial: Tensor, comm: Communicator, *, scatter: bool = False) 
     if scatter:
         return comm.reduce_scatter(shared, order="tree")
     return comm.all_reduce(shared, order="tree")
-
-
-def tree_product(a: Tensor, b: Tensor, slabs: int) -> Tensor:
-    """``a @ b.T`` in float32 or float64, by a tree over the slabs of the inner dimension."""
-    product = slab_gemm(a, b, slabs=slabs, out_dtype=torch.float32)
-    if product is not None:
-        return product
-    parts = zip(a.chunk(slabs, 1), b.chunk(slabs, 1), strict=True)
-    return tree_sum(_wide_product(x, y.t()) for x, y in parts)
-
-
-def product_by_rows(
-    a: Tensor, b: Tensor, parts: Iterable[slice], bias: Tensor | None = None
-) -> Tensor:
-    """``a @ b.T + bias`` for the rows of ``b`` in ``parts``, which are all of them, in order."""
-    product = slab_gemm(a, b, bias)
-    if product is not None:
-        return product
-    if bias is None:
-        return torch.cat([a @ b[part].t() for part in parts], 1)
-    return torch.cat([functional.linear(a, b[part], bias[part]) for part in parts], 1)
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in float32 or float64."""
-    # Products of two 16-bit numbers are exact in float32; torch.mm rounds to their dtype.
-    if a.dtype in (torch.float32, torch.float64):
-        return a @ b
-    if a.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):  # torch 2.8
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()

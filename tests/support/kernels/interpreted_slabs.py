@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from triton.runtime import interpreter
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
-from pipekernels.ops import slab_gemm
+from pipekernels.ops.weights import k_slices
 from pipekernels.triton_kernels import launch
 from pipekernels.triton_kernels.launch import Product, launch_slabs
 from support.kernels.interpreter import skip_unless_it_works
@@ -119,8 +119,8 @@ def test_layers_have_the_same_bits_on_any_number_of_ranks(
             launch_slabs(*args, **options)
 
     monkeypatch.setattr(launch, "launch_slabs", one_at_a_time)
-    monkeypatch.setattr(slab_gemm, "_precision_on_gpu", precision)
-    monkeypatch.setattr(slab_gemm, "gpu_of", lambda device: SimpleNamespace(generation=80))
+    monkeypatch.setattr(k_slices, "_precision_on_gpu", precision)
+    monkeypatch.setattr(k_slices, "gpu_of", lambda device: SimpleNamespace(generation=80))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     up, down = nn.Linear(24, 128).to(dtype), nn.Linear(64, 24).to(dtype)
     x = torch.randn(7, 24).to(dtype)

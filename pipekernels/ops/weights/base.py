@@ -1,0 +1,112 @@
+"""The interface of a format of weights, and what formats have in common."""
+
+from __future__ import annotations
+
+import abc
+import functools
+
+import torch
+from torch import Tensor
+
+from pipekernels import _backend
+from pipekernels.comm import Communicator
+from pipekernels.comm.collectives import sum_of_outputs
+from pipekernels.ops.dispatch import has_derivatives
+from pipekernels.ops.gemm import as_matrix
+
+BLOCK = 1 << 19
+"""Elements of a weight that are widened at a time."""
+
+
+class Weight(abc.ABC):
+    """The matrix ``W``, ``[n, k]``, of a linear layer, in one format.
+
+    Layers call :meth:`linear` and :meth:`row_linear`, for any number of rows. These call an operator
+    of torch (``operators.py``), in eager and in compiled programs. The operator's
+    kernel in C++ computes a few rows on the CPU; for all else it calls the methods of this class,
+    of which a format implements :meth:`product_into`. Formats have no gradients unless they
+    override more.
+
+    An object only refers to the layer's tensors, so it cannot be stale. A layer makes it for each
+    call: a parameter's ``data`` may change, and changes neither the parameter nor its version.
+
+    Args:
+        tensor: the elements as they are stored, a row for each of ``n`` output features.
+        scale: the scales of the elements; None if they have none.
+    """
+
+    def __init__(self, tensor: Tensor, scale: Tensor | None = None) -> None:
+        self.tensor = tensor
+        self.scale = scale
+
+    @abc.abstractmethod
+    def product_into(self, out: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
+        """``x W^T + bias`` of matrices into ``out``, ``[rows, n]``, without autograd."""
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x W^T + bias`` for ``[..., k]``, ``[..., n]``, without autograd."""
+        out = x.new_empty((*x.shape[:-1], self.tensor.shape[0]))
+        self.product_into(as_matrix(out), as_matrix(x), bias)
+        return out
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x W^T + bias`` of one rank, for ``[..., k]``, ``[..., n]``.
+
+        Raises:
+            RuntimeError: a gradient is asked for, which this format does not have.
+        """
+        self.check_no_gradients(x)
+        result: Tensor = torch.ops.pipekernels.linear(x, self.tensor, self.scale, bias)
+        return result
+
+    def row_linear(self, x: Tensor, comm: Communicator, scatter: bool) -> Tensor:
+        """``x W^T``, summed over the ranks, each of which holds a part of ``k``: ``[..., n]``; with
+        ``scatter`` this rank's slice of the first dimension. Errors: as :meth:`linear`."""
+        self.check_no_gradients(x)
+        result: Tensor = torch.ops.pipekernels.row_linear(
+            x, self.tensor, self.scale, comm.handle, scatter
+        )
+        return result
+
+    def sum_of_products(self, x: Tensor, comm: Communicator, scatter: bool) -> Tensor:
+        """:meth:`row_linear` without the operator."""
+        if x.is_cpu and not scatter and x.numel() <= _backend.load().FEW_ROWS * x.shape[-1]:
+            few: Tensor = torch.ops.pipekernels.linear(x, self.tensor, self.scale, None)
+            return comm.all_reduce(few)
+        # In memory that the peers read in place, so that the sum needs no copy.
+        out = comm.output((*x.shape[:-1], self.tensor.shape[0]), x)
+        self.product_into(as_matrix(out), as_matrix(x))
+        return comm.reduce_scatter(out) if scatter else sum_of_outputs(comm, out)
+
+    def check_no_gradients(self, x: Tensor) -> None:
+        """Raise RuntimeError if a gradient may be asked for."""
+        if has_derivatives((x,)):
+            raise RuntimeError(
+                f"layers with {str(self.tensor.dtype).removeprefix('torch.')} weights have no "
+                "gradients; use torch.no_grad(), or train the model before its weights are "
+                "quantized"
+            )
+
+    def _widened_into(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        """:meth:`product_into` by the library, of elements that are widened to floats, in float32 if
+        the dtype of ``x`` is emulated. Integers up to 127 are exact in every floating dtype."""
+        weight, scale = self.tensor, self.scale
+        dtype = torch.float32 if x.is_cpu and is_emulated(x.dtype) else x.dtype
+        x = x.to(dtype)
+        # Block by block, so that the widened weight stays in the cache.
+        step = max(1, BLOCK // max(1, weight.shape[1]))
+        for start in range(0, weight.shape[0], step):
+            block = slice(start, start + step)
+            y = x @ weight[block].to(dtype).t()
+            if scale is not None:
+                y.mul_(scale[block])
+            if bias is not None:
+                y.add_(bias[block])
+            out[:, block] = y
+
+
+@functools.cache
+def is_emulated(dtype: torch.dtype) -> bool:
+    """Whether the CPU has no instructions for this float of 16 bits: torch's product then takes 4
+    to 7 times as long as one in float32."""
+    return dtype.itemsize == 2 and torch.backends.cpu.get_cpu_capability() == "AVX2"
