@@ -44,7 +44,14 @@ struct Operands {
 
 constexpr int32_t kCpu = 0;  // A c10::DeviceType.
 
-// Describes a contiguous tensor with memory, of a type that has a description; false for others.
+// Whether a matrix is not contiguous, but its transpose is.
+bool is_transposed(const dlpack::Tensor& tensor) {
+  return tensor.dims == 2 && dlpack::dense_elements(tensor) < 0 && tensor.strides[0] == 1 &&
+         tensor.strides[1] == tensor.shape[0];
+}
+
+// Describes a contiguous or transposed tensor with memory, of a type that has a description; false
+// for others.
 bool describe(const Tensor& tensor, dlpack::Tensor& described, int32_t& dtype) {
   int64_t dims;
   const void* data;
@@ -56,7 +63,7 @@ bool describe(const Tensor& tensor, dlpack::Tensor& described, int32_t& dtype) {
                nullptr, nullptr,      0};
   require(torch_shim::aoti_torch_get_sizes(tensor.get(), &described.shape));
   require(torch_shim::aoti_torch_get_strides(tensor.get(), &described.strides));
-  if (dlpack::dense_elements(described) < 1) return false;
+  if (dlpack::dense_elements(described) < 1 && !is_transposed(described)) return false;
   if (torch_shim::torch_get_const_data_ptr(tensor.get(), &data) != 0 || is_low(data)) return false;
   described.data = const_cast<void*>(data);
   return true;
@@ -70,6 +77,7 @@ Tensor few_rows(const Operands& operands, dlpack::Tensor& out) {
   if (!describe(operands.x, x, dtype) || !describe(operands.weight, weight, other) ||
       (operands.scale && !describe(operands.scale, scale, other)) ||
       (operands.bias && !describe(operands.bias, bias, other)) || weight.dims != 2 || x.dims < 1 ||
+      is_transposed(x) || (operands.scale && is_transposed(weight)) ||
       dlpack::dense_elements(x) > kMaxSkinnyRows * weight.shape[1]) {
     return nullptr;
   }
@@ -92,6 +100,7 @@ Tensor few_rows(const Operands& operands, dlpack::Tensor& out) {
     SkinnyGemm product{};
     if (!read_product(out, x, weight, false, product)) return nullptr;
     if (operands.bias && !read_bias(bias, product)) return nullptr;
+    product.transposed = is_transposed(weight);
     skinny_gemm(product, static_cast<int>(threads));
   }
   return result;
@@ -136,13 +145,13 @@ void linear(Value* values, uint64_t, uint64_t) {
   });
 }
 
-// The communicator, if it makes all-reduces for this process without Python: one over hosts does not,
-// and of ranks that are threads Python says which calls are missing.
+// The communicator, if it makes all-reduces for this process without Python: one over hosts does
+// not, and of ranks that are threads Python says which calls are missing.
 std::shared_ptr<Communicator> native_communicator(int64_t handle) {
   const py::gil_scoped_acquire gil;
   auto communicator = communicator_of(handle);
-  const bool is_native = communicator != nullptr &&
-                         (communicator->world_size() == 1 || !communicator->is_threads());
+  const bool is_native =
+      communicator != nullptr && (communicator->world_size() == 1 || !communicator->is_threads());
   return is_native ? communicator : nullptr;
 }
 

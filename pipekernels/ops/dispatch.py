@@ -5,7 +5,9 @@ leave out."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +37,13 @@ def has_derivatives(tensors: Iterable[Tensor]) -> bool:
 def is_observed() -> bool:
     """Whether a compiler, a dispatch mode or the profiler records which operations are called."""
     return torch.compiler.is_compiling() or dispatch_mode_count() > 0 or is_profiler_enabled()
+
+
+def exactly(tensor: Tensor) -> AbstractContextManager[Any]:
+    """A context in which products have the dtypes of their operands, whatever autocast says."""
+    device = tensor.device.type
+    enabled = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
 def deny_tangents(name: str, tensors: Iterable[Tensor]) -> None:

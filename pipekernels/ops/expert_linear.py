@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,31 +9,47 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipekernels import _backend
-from pipekernels.ops.dispatch import has_derivatives, is_observed
+from pipekernels.ops.dispatch import exactly, has_derivatives, is_observed
+from pipekernels.ops.weights import Weight, weight_of
 
 FEW_ROWS = 4
 """Mean number of rows of an expert up to which reading its weight takes the most time."""
 
 
-def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+def expert_linear(x: Tensor, weights: Weight, bias: Tensor | None, rows: Tensor) -> Tensor:
     """Multiply each group of rows by its expert's matrix: on a GPU in one launch where torch has
     ``grouped_mm`` for the operands, else expert by expert.
 
     Args:
         x: ``[sum(rows), k]``, sorted by experts.
-        weight: ``[experts, n, k]``, perhaps a transposed view.
+        weights: ``[experts, n, k]``, perhaps a transposed view.
         bias: ``[experts, n]``.
         rows: int64 ``[experts]``, on the device of ``x``: the number of rows of each expert.
 
     Returns:
         ``[sum(rows), n]``.
 
-    Backward: the gradients of ``x``, ``weight`` and ``bias``; differentiable once.
+    Raises:
+        RuntimeError: a gradient is asked for, which the format of ``weights`` does not have.
     """
-    if x.is_cuda and takes_groups(x, weight):
-        return grouped_linear(x, weight, bias, rows)
-    result: Tensor = _ExpertLinear.apply(x, weight, bias, rows.tolist())
-    return result
+    if weights.scale is None and x.is_cuda and takes_groups(x, weights.tensor):
+        return grouped_linear(x, weights.tensor, bias, rows)
+    operands = weights.tensor, weights.scale, bias
+    # The backward of unbind() joins the gradients of all experts; unused ones have zeros.
+    columns = ([None] * len(rows) if each is None else each.unbind() for each in operands)
+    parts = list(zip(x.split(rows.tolist()), *columns, strict=True))
+    with exactly(x):
+        return torch.cat(
+            [_product(*part) for part in parts if len(part[0])] or [_product(*parts[0])]
+        )
+
+
+def _product(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    if scale is None:
+        return functional.linear(x, weight, bias)
+    own = weight_of(weight, scale)
+    own.check_no_gradients(x)
+    return own.product(x, bias)
 
 
 def takes_groups(x: Tensor, weight: Tensor) -> bool:
@@ -58,18 +73,17 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor)
 
 
 def few_rows_expert_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, scale: Tensor | None = None
+    x: Tensor, weights: Weight, bias: Tensor | None, chosen: Tensor
 ) -> Tensor | None:
     """Multiply each row by the matrices of its chosen experts, of which only these are read; or
     None where the kernel does not apply: it takes few rows of contiguous CPU tensors of one
     floating dtype, without autograd.
 
     Args:
-        x: ``[rows, k]``; float32 or bfloat16 with a ``scale``.
-        weight: ``[experts, n, k]``, of int8 with a ``scale``.
+        x: ``[rows, k]``; float32 or bfloat16 with weights of int8.
+        weights: ``[experts, n, k]``.
         bias: ``[experts, n]``.
         chosen: int64, ``[rows, count]``.
-        scale: ``[experts, n]``, float32, see :mod:`pipekernels.ops.weights.int8`.
 
     Returns:
         ``[rows, count, n]``. 16-bit floats are computed with in float32, and rounded once.
@@ -77,6 +91,7 @@ def few_rows_expert_linear(
     Raises:
         ValueError: an expert is outside of ``0..experts - 1``.
     """
+    weight, scale = weights.tensor, weights.scale
     is_compiling = torch.compiler.is_compiling()
     if type(x) is not Tensor or not x.is_cpu or (is_observed() and not is_compiling):
         return None
@@ -96,60 +111,13 @@ def few_rows_expert_linear(
     return out if done else None
 
 
-def groups(rows: Sequence[int]) -> list[tuple[int, slice]]:
-    """The experts that have rows, and which rows of the sorted ones these are."""
-    found, start = [], 0
-    for expert, count in enumerate(rows):
-        if count:
-            found.append((expert, slice(start, start + count)))
-        start += count
-    return found
-
-
-class _ExpertLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[int]
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.rows, ctx.is_biased = rows, bias is not None
-        out = x.new_empty(len(x), weight.shape[1])
-        for expert, own in groups(rows):
-            if bias is None:
-                torch.mm(x[own], weight[expert].t(), out=out[own])
-            else:
-                torch.addmm(bias[expert], x[own], weight[expert].t(), out=out[own])
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.empty_like(x)
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight)
-        if ctx.is_biased and ctx.needs_input_grad[2]:
-            grad_bias = grad.new_zeros(weight.shape[:2])
-        # Experts without rows keep a gradient of zero.
-        for expert, own in groups(ctx.rows):
-            if grad_x is not None:
-                torch.mm(grad[own], weight[expert], out=grad_x[own])
-            if grad_weight is not None:
-                grad_weight[expert] = grad[own].t() @ x[own]
-            if grad_bias is not None:
-                grad_bias[expert] = grad[own].sum(0)
-        return grad_x, grad_weight, grad_bias, None
-
-
 # ---- the operator of compiled programs ----
 
 
 def _chosen_experts(
     x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, scale: Tensor | None
 ) -> Tensor:
-    y = few_rows_expert_linear(x, weight, bias, chosen, scale)
+    y = few_rows_expert_linear(x, weight_of(weight, scale), bias, chosen)
     if y is not None:
         return y
     # Of memory or dtypes that the kernel does not take.

@@ -7,7 +7,7 @@ faster, but for float8.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,41 +104,6 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-class Terms(NamedTuple):
-    """What a product of matrices is multiplied by, and what is added to it.
-
-    Attributes:
-        bias, residual: ``[n]`` and ``[m, n]``.
-        scale_a, scale_b: ``[m]`` or ``[1]``, and ``[n]`` or ``[1]``.
-    """
-
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    scale_a: Tensor | None = None
-    scale_b: Tensor | None = None
-
-
-NO_TERMS = Terms()
-
-
-def gemm_into(
-    out: Tensor, a: Tensor, b: Tensor, terms: Terms = NO_TERMS, algorithm: str = "auto"
-) -> None:
-    """:func:`sharded_gemm` for matrices, into ``out`` and without autograd.
-
-    Args:
-        out: ``[m, n]``; may be symmetric memory.
-        a, b: ``[m, k]`` and ``[n, k]``.
-        terms: of the product.
-        algorithm: as in :func:`sharded_gemm`.
-    """
-    config = choose(a, b, out, terms.residual, algorithm=algorithm) if a.is_cuda else None
-    if config is None:
-        _by_library(out, a, b, terms)
-    else:
-        _by_triton(config, out, a, b, terms)
-
-
 def _check(
     x: Tensor,
     weight: Tensor,
@@ -189,19 +154,26 @@ def _check(
 # ---- the product by Triton, and by the vendor's library ----
 
 
-def _by_triton(config: Config, out: Tensor, a: Tensor, b: Tensor, terms: Terms) -> None:
+def _by_triton(config: Config, out: Tensor, a: Tensor, b: Tensor, *terms: Tensor | None) -> None:
     from pipekernels.triton_kernels.launch import Product, launch
 
     gpu, precision = gpu_of(a.device), precision_of(a.dtype, tf32_allowed())
     assert precision is not None  # choose() returns None for other dtypes.
-    product = Product(precision, a, b, out, **terms._asdict())
     with torch.cuda.device(a.device):
+        product = Product(precision, a, b, out, *terms)
         launch(product, config, generation=gpu.generation, sms=gpu.sms)
 
 
-def _by_library(out: Tensor, a: Tensor, b: Tensor, terms: Terms) -> None:
+def _by_library(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+) -> None:
     """Compute by the vendor's library; on CPUs by torch's."""
-    bias, residual, scale_a, scale_b = terms
     if a.dtype == FLOAT8:
         _float8_product(out, a, b, scale_a, scale_b)
         if bias is not None:
@@ -236,9 +208,13 @@ def _float8_product(
 
 # For the names of all arguments see the schema below.
 def _sharded_gemm(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    bias, residual, scale_x, scale_weight, _, algorithm = rest
+    *terms, _, algorithm = rest
     out = _sharded_gemm_fake(x, weight, *rest)
-    gemm_into(out, x, weight, Terms(bias, residual, scale_x, scale_weight), algorithm)
+    config = choose(x, weight, out, terms[1], algorithm=algorithm) if x.is_cuda else None
+    if config is None:
+        _by_library(out, x, weight, *terms)
+    else:
+        _by_triton(config, out, x, weight, *terms)
     return out
 
 

@@ -8,7 +8,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor
-from pipekernels.tensor_parallel.invariant import ShardGradient, slab_norms
+from pipekernels.tensor_parallel.invariant.arithmetic import ShardGradient, slab_norms
 from pipekernels.tensor_parallel.sharded import sharded_parameters
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipekernels.comm import Communicator
 from pipekernels.ops.collectives import all_reduce
 from pipekernels.tensor_parallel.functional import reduce_from_ranks, shard_spans
-from pipekernels.tensor_parallel.invariant import check_invariant_column, sum_by_slabs
+from pipekernels.tensor_parallel.invariant.arithmetic import check_invariant_column, sum_by_slabs
 
 
 def vocab_parallel_cross_entropy(

@@ -14,7 +14,7 @@ from pipekernels.device.streams import usable
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, is_embedding
 from pipekernels.tensor_parallel.functional import reduce_from_ranks
-from pipekernels.tensor_parallel.invariant import check_invariant_column
+from pipekernels.tensor_parallel.invariant.arithmetic import check_invariant_column
 from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 

@@ -20,6 +20,7 @@ second product     ``[E, H, I / R]``: ``[T K, H]``           ``[E / R, H, I]``: 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -27,11 +28,12 @@ from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.ops.expert_linear import expert_linear, few_rows_expert_linear
-from pipekernels.tensor_parallel.data_parallel import as_full_tensor, check_data_parallel
+from pipekernels.ops.weights import DenseWeight, Weight
+from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
 from pipekernels.tensor_parallel.functional import (
+    Heads,
     copy_to_ranks,
-    gather_from_ranks,
     reduce_from_ranks,
     shard_spans,
 )
@@ -100,26 +102,13 @@ class ParallelExperts(ShardedLayer):
     def full_shape(self, name: str) -> tuple[int, ...]:
         return self._full_shapes[name]
 
-    def _layout(self, name: str) -> tuple[int, int, int]:
-        """The sharded dimension of parameter ``name`` as ``[blocks, features, unit]``: features are
-        divided among the ranks, in each block."""
+    def _layout(self, name: str) -> tuple[Sequence[int], Heads | None]:
         size = self.full_shape(name)[self.shard_dims[name]]
         if self.expert_parallel or name == "down_proj":
-            return 1, size, 1
-        count = size // self.inner_size
-        return (count, self.inner_size, 1) if self.is_concatenated else (1, self.inner_size, count)
-
-    def spans(self, name: str) -> list[tuple[int, int]]:
-        blocks, features, unit = self._layout(name)
-        start, size = shard_spans(features, self.world_size)[self.rank]
-        return [((block * features + start) * unit, size * unit) for block in range(blocks)]
-
-    def gather(self, name: str, part: Tensor) -> Tensor:
-        blocks, features, unit = self._layout(name)
-        dim = self.shard_dims[name]
-        own = as_full_tensor(part).movedim(dim, -1).unflatten(-1, (blocks, -1, unit))
-        full = gather_from_ranks(own.transpose(-1, -2).contiguous(), self.comm, features)
-        return full.transpose(-1, -2).flatten(-3).movedim(-1, dim).contiguous()
+            return (size,), None
+        if self.is_concatenated:
+            return (self.inner_size,) * (size // self.inner_size), None
+        return (size,), (self.inner_size, self.inner_size)  # A gate stays with its feature.
 
     def shard(self, name: str, full: Tensor) -> Tensor:
         part = super().shard(name, full)
@@ -183,8 +172,8 @@ class ParallelExperts(ShardedLayer):
         if y is None:  # Pairs of one expert one after another, as one product each.
             order = order[torch.argsort(flat[order], stable=True)]
             counts = torch.bincount(flat[order], minlength=experts)
-            y = self._product(x[order // count], first, b1, counts)
-            y = self._product(self._activated(y), "down_proj", b2, counts)
+            y = expert_linear(x[order // count], self._weights(first), b1, counts)
+            y = expert_linear(self._activated(y), self._weights("down_proj"), b2, counts)
         y = y * weights.reshape(-1, 1)[order]
         pairs = y.new_zeros(tokens * count, y.shape[1]).index_copy(0, order, y)
         return pairs.view(tokens, count, -1).sum(1).to(x.dtype)
@@ -194,24 +183,16 @@ class ParallelExperts(ShardedLayer):
     ) -> Tensor | None:
         """Outputs of the experts that rows of ``x`` have chosen, ``[rows * count, H]``, by the
         kernel for few rows; None where it does not apply."""
-        y = self._few_rows_product(x, self.first, b1, chosen)
+        y = few_rows_expert_linear(x, self._weights(self.first), b1, chosen)
         if y is not None:
-            inner = self._activated(y).flatten(0, 1)
-            y = self._few_rows_product(inner, "down_proj", b2, chosen.reshape(-1, 1))
+            inner, weights = self._activated(y).flatten(0, 1), self._weights("down_proj")
+            y = few_rows_expert_linear(inner, weights, b2, chosen.reshape(-1, 1))
         return None if y is None else y.flatten(0, 1)
 
-    def _matrices(self, name: str) -> Tensor:
+    def _weights(self, name: str) -> Weight:
         """``[E, out, in]``."""
         weight: Tensor = self.get_parameter(name)
-        return weight.transpose(1, 2) if self.is_transposed else weight
-
-    def _product(self, x: Tensor, name: str, bias: Tensor | None, rows: Tensor) -> Tensor:
-        return expert_linear(x, self._matrices(name), bias, rows)
-
-    def _few_rows_product(
-        self, x: Tensor, name: str, bias: Tensor | None, chosen: Tensor
-    ) -> Tensor | None:
-        return few_rows_expert_linear(x, self._matrices(name), bias, chosen)
+        return DenseWeight(weight.transpose(1, 2) if self.is_transposed else weight)
 
     def _activated(self, y: Tensor) -> Tensor:
         """The input of the second product, from the output of the first."""

@@ -60,6 +60,7 @@ __all__ = [
 Heads: TypeAlias = tuple[int, int]
 """Of attention: how many heads a layer's features are of, and how many heads of keys there are."""
 
+
 def shard_sizes(size: int, world_size: int) -> list[int]:
     """How many of ``size`` features each rank holds; if not equal, the first ranks hold one more.
 

@@ -57,7 +57,7 @@ from pipekernels.tensor_parallel.functional import (
     gather_from_ranks,
     scatter_to_ranks,
 )
-from pipekernels.tensor_parallel.invariant import (
+from pipekernels.tensor_parallel.invariant.arithmetic import (
     check_invariant_column,
     check_invariant_row,
     invariant_column_linear,
@@ -350,7 +350,7 @@ def forward_row(layer: Any, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
     elif x.requires_grad and not (compiling or layer._gradients_are_checked):
         x.register_hook(layer._check_gradients)
     if layer.reduce == "none":
-        y = weight.linear(x)
+        y: Tensor = weight.linear(x)
     elif layer.invariant:
         y = invariant_row_linear(x, weight.tensor, comm, scatter=scatter)
     else:

@@ -17,7 +17,7 @@ from pipekernels._torch_private import current_node, has_hooks
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
 from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans
-from pipekernels.tensor_parallel.invariant import exact_gradients
+from pipekernels.tensor_parallel.invariant.exact_sums import exact_gradients
 
 _OUTPUT_OF_COLUMNS = "pipekernels: output of a column-parallel layer"
 # In the __dict__ of parameters, which a Pipe's parameter copies share.

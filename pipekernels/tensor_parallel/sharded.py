@@ -94,12 +94,12 @@ class ShardedLayer(nn.Module):
     def gather(self, name: str, part: Tensor) -> Tensor:
         """The full tensor, joined from each rank's ``part``, sharded like parameter ``name``."""
         dim = self.shard_dim(name)
-        blocks = self.blocks or (self.full_shape(name)[dim],)
+        blocks, heads = self._layout(name)
         own = [size for _, size in self.spans(name)]
         parts = as_full_tensor(part).movedim(dim, -1).split(own, -1)
         joined: list[Tensor] = []
         for own_part, size in zip(parts, blocks, strict=True):
-            sizes = shares(size, self.world_size, self.heads)
+            sizes = shares(size, self.world_size, heads)
             by_rank = gather_from_ranks(own_part, self.comm, sizes).split(sizes, -1)
             joined += dict(zip(self.shards, by_rank, strict=True)).values()  # Of each shard, one.
         return torch.cat(joined, -1).movedim(-1, dim).contiguous()
@@ -115,12 +115,16 @@ class ShardedLayer(nn.Module):
     def spans(self, name: str) -> list[tuple[int, int]]:
         """Where this rank's shard of parameter ``name`` lies in the full one: start and size along
         the sharded dimension, one for each of ``blocks``."""
-        blocks = self.blocks or (self.full_shape(name)[self.shard_dim(name)],)
+        blocks, heads = self._layout(name)
         spans = []
         for offset, block in zip(accumulate(blocks, initial=0), blocks, strict=False):
-            start, size = shard_spans(block, self.world_size, self.heads)[self.rank]
+            start, size = shard_spans(block, self.world_size, heads)[self.rank]
             spans.append((offset + start, size))
         return spans
+
+    def _layout(self, name: str) -> tuple[Sequence[int], Heads | None]:
+        """Sizes of the parts of parameter ``name`` that are each sharded, and heads in them."""
+        return self.blocks or (self.full_shape(name)[self.shard_dim(name)],), self.heads
 
     def shard_dim(self, name: str) -> int:
         """The sharded dimension of parameter ``name``."""

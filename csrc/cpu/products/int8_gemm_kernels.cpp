@@ -135,7 +135,7 @@ struct Int8GemmOf {
   }
 
   static constexpr SkinnyGemmKernels kKernels = {
-      &widened_bytes, &widen, {&product<1>, &product<2>, &product<3>, &product<4>}, {}};
+      &widened_bytes, &widen, {&product<1>, &product<2>, &product<3>, &product<4>}, {}, {}};
 };
 
 // By DType of `x`; null for those that are not supported.

@@ -68,17 +68,22 @@ static void check(const SkinnyGemm& product) {
 // Runs `kernel`, of `table`, on pieces of the columns.
 static void run(const SkinnyGemm& product, int64_t slabs, size_t out_size, int threads,
                 const SkinnyGemmKernels& table, void (*kernel)(const SkinnyGemmPiece&)) {
-  const int64_t slab_inner = product.inner / slabs;
-  void* const widened = kept_cache_lines(table.widened_bytes(slab_inner) * slabs * product.rows);
-  table.widen(widened, product.x, product.rows * slabs, slab_inner);
-  const int64_t step = columns_per_piece(product.inner * size_of(product.dtype));
+  const void* x = product.x;
+  int64_t step = kTransposedColumns;
+  if (!product.transposed) {
+    const int64_t slab_inner = product.inner / slabs;
+    void* const widened = kept_cache_lines(table.widened_bytes(slab_inner) * slabs * product.rows);
+    table.widen(widened, product.x, product.rows * slabs, slab_inner);
+    x = widened;
+    step = columns_per_piece(product.inner * size_of(product.dtype));
+  }
   const int64_t ahead = prefetch_ahead(size_of(product.dtype));
   parallel_for((product.columns + step - 1) / step, threads, [&](int64_t index) {
     SkinnyGemmPiece piece{};
     for (int64_t r = 0; r < product.rows; ++r) {
       piece.out[r] = static_cast<std::byte*>(product.out) + r * product.columns * out_size;
     }
-    piece.widened = widened;
+    piece.widened = x;
     piece.weight = product.weight;
     piece.bias = product.bias;
     piece.columns = product.columns;
@@ -94,13 +99,17 @@ static void run(const SkinnyGemm& product, int64_t slabs, size_t out_size, int t
 void skinny_gemm(const SkinnyGemm& product, int threads, Isa isa) {
   check(product);
   const SkinnyGemmKernels& table = skinny_gemm_kernels(product.dtype, isa);
-  run(product, 1, size_of(product.dtype), threads, table, table.products[product.rows - 1]);
+  const auto& kernels = product.transposed ? table.transposed_products : table.products;
+  run(product, 1, size_of(product.dtype), threads, table, kernels[product.rows - 1]);
 }
 
 void skinny_gemm_partial(const SkinnyGemm& product, int64_t slabs, int threads, Isa isa) {
   check(product);
   if (product.bias != nullptr) {
     throw std::invalid_argument("a partial product takes no bias; add it to the sum of all");
+  }
+  if (product.transposed) {
+    throw std::invalid_argument("a partial product takes no transposed weight; copy it");
   }
   if (slabs < 1 || (slabs & (slabs - 1)) != 0 || product.inner % slabs != 0) {
     throw std::invalid_argument("slabs must be a power of two that divides the inner dimension " +

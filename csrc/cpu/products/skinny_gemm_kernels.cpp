@@ -209,11 +209,74 @@ struct SkinnyGemmOf {
     std::memcpy(static_cast<Element*>(piece.out[r]) + i, &result, sizeof(result));
   }
 
+  // Columns of the product with a transposed weight for kRows rows. The sums of kTransposedColumns
+  // stay in the first cache while the rows of the weight pass by.
+  template <int kRows>
+  static void transposed_product(const SkinnyGemmPiece& piece) {
+    constexpr int64_t kVectors = kTransposedColumns / kElements;
+    const auto* const x = static_cast<const Element*>(piece.widened);
+    for (int64_t begin = piece.begin; begin < piece.end; begin += kTransposedColumns) {
+      const int64_t left = piece.end - begin;
+      const int64_t columns = left < kTransposedColumns ? left : kTransposedColumns;
+      const int64_t whole = columns / kElements, rest = columns % kElements;
+      const int64_t vectors = whole + (rest > 0);
+      Wide sums[kVectors][kRows][kParts];
+      for (int64_t v = 0; v < vectors; ++v) {
+        for (auto& row : sums[v]) {
+          for (auto& part : row) part = Wide{};
+        }
+      }
+      for (int64_t j = 0; j < piece.inner; ++j) {
+        const auto* const row =
+            static_cast<const Element*>(piece.weight) + j * piece.columns + begin;
+        Wide factors[kRows];
+        for (int r = 0; r < kRows; ++r) {
+          Wide parts[kParts];
+          load(x + r * piece.inner + j, 1, parts);
+          factors[r] = Wide{} + parts[0][0];
+        }
+        const auto add = [&](int64_t v, const Wide* weight) {
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+            for (int p = 0; p < kParts; ++p) sums[v][r][p] += weight[p] * factors[r];
+          }
+        };
+        Wide weight[kParts];
+        for (int64_t v = 0; v < whole; ++v) {
+          load(row + v * kElements, kElements, weight);
+          add(v, weight);
+        }
+        if (rest > 0) {
+          load(row + whole * kElements, rest, weight);
+          add(whole, weight);
+        }
+      }
+      for (int64_t v = 0; v < vectors; ++v) {
+        const int64_t start = begin + v * kElements, count = v < whole ? kElements : rest;
+        Wide bias[kParts] = {};
+        if (piece.bias != nullptr) {
+          load(static_cast<const Element*>(piece.bias) + start, count, bias);
+        }
+        for (int r = 0; r < kRows; ++r) {
+          for (int p = 0; p < kParts; ++p) {
+            if (piece.bias != nullptr) sums[v][r][p] += bias[p];
+          }
+          const Vector<Element> result = Type::narrow(sums[v][r]);
+          std::memcpy(static_cast<Element*>(piece.out[r]) + start, &result,
+                      count * sizeof(Element));
+        }
+      }
+    }
+  }
+
   static constexpr SkinnyGemmKernels kKernels = {
       &widened_bytes,
       &widen,
       {&product<1, false>, &product<2, false>, &product<3, false>, &product<4, false>},
       {&product<1, true>, &product<2, true>, &product<3, true>, &product<4, true>},
+      {&transposed_product<1>, &transposed_product<2>, &transposed_product<3>,
+       &transposed_product<4>},
   };
 };
 

@@ -10,7 +10,7 @@ namespace pipekernels {
 
 // Columns begin to end - 1 of a product; `out` has the address of each of its rows. Partial ones
 // have slabs and no bias, and their results are accumulators. A weight of int8 has a scale for each
-// column.
+// column. With a transposed weight, `widened` has the rows of x as they are.
 struct SkinnyGemmPiece {
   void* out[kMaxSkinnyRows];
   const void* widened;
@@ -26,12 +26,16 @@ struct SkinnyGemmKernels {
   void (*widen)(void* widened, const void* x, int64_t rows, int64_t inner);
   void (*products[kMaxSkinnyRows])(const SkinnyGemmPiece& piece);  // of 1, 2, ... rows
   void (*partial_products[kMaxSkinnyRows])(const SkinnyGemmPiece& piece);
+  void (*transposed_products[kMaxSkinnyRows])(const SkinnyGemmPiece& piece);
 };
+
+// Pieces of products with a transposed weight begin at multiples of so many columns.
+constexpr int64_t kTransposedColumns = 512;
 
 const SkinnyGemmKernels& skinny_gemm_kernels(DType dtype, Isa isa);
 
-// For weights of int8; `dtype` is that of `x`: float32 or bfloat16, else null. They have no partial
-// products.
+// For weights of int8; `dtype` is that of `x`: float32 or bfloat16, else null. They have neither
+// partial nor transposed products.
 const SkinnyGemmKernels* int8_gemm_kernels(DType dtype, Isa isa);
 
 // Memory that a thread keeps between calls. Vectors that straddle cache lines would take twice as

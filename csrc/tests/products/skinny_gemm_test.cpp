@@ -40,11 +40,17 @@ void test_exact(DType dtype, Isa isa, int64_t rows, int64_t columns, int64_t inn
   const auto x = random_elements<Type>(rows * inner, 1, true);
   const auto weight = random_elements<Type>(columns * inner, 2, true);
   const auto bias = random_elements<Type>(columns, 3, true);
+  auto transpose = weight;
+  for (int64_t i = 0; i < columns; ++i) {
+    for (int64_t j = 0; j < inner; ++j) transpose[j * columns + i] = weight[i * inner + j];
+  }
   const auto guard = Type::narrow(77);
-  for (const int threads : {1, 3}) {
+  for (const int run : {0, 1, 2, 3}) {
+    const bool transposed = run & 1;
+    const int threads = run & 2 ? 3 : 1;
     std::vector<typename Type::Element> out(rows * columns + 2, guard);
-    skinny_gemm({&out[1], x.data(), weight.data(), biased ? bias.data() : nullptr, rows, columns,
-                 inner, dtype},
+    skinny_gemm({&out[1], x.data(), transposed ? transpose.data() : weight.data(),
+                 biased ? bias.data() : nullptr, rows, columns, inner, dtype, transposed},
                 threads, isa);
     CHECK(out.front() == guard && out.back() == guard);
     for (int64_t r = 0; r < rows; ++r) {
@@ -65,13 +71,16 @@ void test_rows_are_independent(DType dtype, Isa isa) {
   const auto x = random_elements<Type>(kMaxSkinnyRows * kInner, 4, false);
   const auto weight = random_elements<Type>(kColumns * kInner, 5, false);
   std::vector<typename Type::Element> alone(kColumns), all(kMaxSkinnyRows * kColumns);
-  skinny_gemm(
-      {all.data(), x.data(), weight.data(), nullptr, kMaxSkinnyRows, kColumns, kInner, dtype}, 4,
-      isa);
-  for (int64_t r = 0; r < kMaxSkinnyRows; ++r) {
-    skinny_gemm({alone.data(), &x[r * kInner], weight.data(), nullptr, 1, kColumns, kInner, dtype},
-                1, isa);
-    CHECK(std::memcmp(alone.data(), &all[r * kColumns], kColumns * size_of(dtype)) == 0);
+  for (const bool transposed : {false, true}) {
+    skinny_gemm({all.data(), x.data(), weight.data(), nullptr, kMaxSkinnyRows, kColumns, kInner,
+                 dtype, transposed},
+                4, isa);
+    for (int64_t r = 0; r < kMaxSkinnyRows; ++r) {
+      skinny_gemm({alone.data(), &x[r * kInner], weight.data(), nullptr, 1, kColumns, kInner, dtype,
+                   transposed},
+                  1, isa);
+      CHECK(std::memcmp(alone.data(), &all[r * kColumns], kColumns * size_of(dtype)) == 0);
+    }
   }
 }
 
@@ -190,6 +199,8 @@ void test_bad_arguments() {
   }
   const SkinnyGemm biased{out, x, x, x, 1, 1, 8, DType::kFloat32};
   check_throws([&] { skinny_gemm_partial(biased, 1, 1); });
+  const SkinnyGemm transposed{out, x, x, nullptr, 1, 1, 8, DType::kFloat32, true};
+  check_throws([&] { skinny_gemm_partial(transposed, 1, 1); });
 }
 
 }  // namespace

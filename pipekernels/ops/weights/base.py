@@ -21,14 +21,14 @@ BLOCK = 1 << 19
 class Weight(abc.ABC):
     """The matrix ``W``, ``[n, k]``, of a linear layer, in one format.
 
-    Layers call :meth:`linear` and :meth:`row_linear`, for any number of rows. These call an operator
-    of torch (``operators.py``), in eager and in compiled programs. The operator's
-    kernel in C++ computes a few rows on the CPU; for all else it calls the methods of this class,
-    of which a format implements :meth:`product_into`. Formats have no gradients unless they
-    override more.
+    Layers call :meth:`linear` and :meth:`row_linear`, for any number of rows. Both call an operator
+    of torch (``operators.py``), in eager and in compiled programs. The operator's kernel in C++
+    computes a few rows on the CPU; for all else it calls the methods of this class, of which a
+    format implements :meth:`product_into`. Formats have no gradients unless they override more.
 
-    An object only refers to the layer's tensors, so it cannot be stale. A layer makes it for each
-    call: a parameter's ``data`` may change, and changes neither the parameter nor its version.
+    A weight only refers to the layer's tensors, and keeps nothing that is made of them: when a
+    program assigns to ``parameter.data``, or changes it in place, neither the parameter nor its
+    version tells.
 
     Args:
         tensor: the elements as they are stored, a row for each of ``n`` output features.
@@ -88,8 +88,8 @@ class Weight(abc.ABC):
             )
 
     def _widened_into(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        """:meth:`product_into` by the library, of elements that are widened to floats, in float32 if
-        the dtype of ``x`` is emulated. Integers up to 127 are exact in every floating dtype."""
+        """:meth:`product_into` by the library, of elements widened to floats, in float32 if the
+        dtype of ``x`` is emulated. Integers up to 127 are exact in every floating dtype."""
         weight, scale = self.tensor, self.scale
         dtype = torch.float32 if x.is_cpu and is_emulated(x.dtype) else x.dtype
         x = x.to(dtype)

@@ -82,9 +82,7 @@ def _row_linear(x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) ->
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, scatter: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) -> Tensor:
         ctx.comm, ctx.scatter = comm, scatter
         ctx.save_for_backward(x, weight)
         return _row_linear(x, weight, comm, scatter)

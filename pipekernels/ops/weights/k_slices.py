@@ -11,8 +11,7 @@ computes all others, k-slice by k-slice, so that it always multiplies matrices o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipekernels import _backend
-from pipekernels.ops.dispatch import is_observed
+from pipekernels.ops.dispatch import exactly, is_observed
 from pipekernels.ops.gemm_choice import gpu_of, has_triton, tf32_allowed
 from pipekernels.triton_kernels.config import SLAB_BLOCKS, precision_of
 
@@ -38,41 +37,33 @@ class SlicedWeight:
     def partial_product(self, x: Tensor, k_slices: int) -> Tensor:
         """``x W^T`` over the ``k_slices`` of this rank, a power of two, not rounded to the dtype of
         ``x``: ``[..., n]``, float64 for float64 and float32 for all else."""
-        if self._may_have_few_rows(x):
-            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            out = x.new_empty((*x.shape[:-1], self.tensor.shape[0]), dtype=dtype)
-            operands = out, x, self.tensor, k_slices, torch.get_num_threads()
-            if _backend.load().skinny_gemm_partial(*operands):
-                return out
-        with exactly(x):
-            product = tree_product(x.view(-1, x.shape[-1]), self.tensor, k_slices)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        out = self._few_rows(_backend.load().skinny_gemm_partial, x, k_slices, dtype)
+        if out is None:
+            with exactly(x):
+                out = tree_product(x.view(-1, x.shape[-1]), self.tensor, k_slices)
         # Not a view, which callers could not modify.
-        return product.resize_(*x.shape[:-1], self.tensor.shape[0])
+        return out.resize_(*x.shape[:-1], len(self.tensor))
 
     def product(self, x: Tensor, parts: Iterable[slice], bias: Tensor | None) -> Tensor:
         """``x W^T + bias``, ``[..., n]``, for the rows of ``W`` in ``parts``, each of which is a
         product by itself: they are all rows, in order."""
-        shape = (*x.shape[:-1], self.tensor.shape[0])
-        if self._may_have_few_rows(x):
-            out = x.new_empty(shape)
-            operands = out, x, self.tensor, bias, torch.get_num_threads()
-            if _backend.load().skinny_gemm(*operands):
-                return out
-        return product_by_rows(x.view(-1, x.shape[-1]), self.tensor, parts, bias).resize_(shape)
+        out = self._few_rows(_backend.load().skinny_gemm, x, bias, x.dtype)
+        if out is None:
+            out = product_by_rows(x.view(-1, x.shape[-1]), self.tensor, parts, bias)
+        return out.resize_(*x.shape[:-1], len(self.tensor))
 
-    def _may_have_few_rows(self, x: Tensor) -> bool:
-        """Whether the kernel for few rows may be called, which finds operands that do not fit."""
-        if type(x) is not Tensor or not x.is_cpu or is_observed():
-            return False
-        is_few = x.numel() <= _backend.load().FEW_ROWS * x.shape[-1]
-        return is_few and not torch.is_autocast_enabled("cpu")
-
-
-def exactly(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A context in which products have the dtypes of their operands."""
-    device = tensor.device.type
-    enabled = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if enabled else nullcontext()
+    def _few_rows(
+        self, kernel: Callable[..., bool], x: Tensor, option: Any, dtype: torch.dtype
+    ) -> Tensor | None:
+        """The result of the ``kernel`` for few rows, or None where it does not apply."""
+        few = x.numel() <= _backend.load().FEW_ROWS * x.shape[-1]
+        if not few or type(x) is not Tensor or not x.is_cpu or is_observed():
+            return None
+        if torch.is_autocast_enabled("cpu"):
+            return None
+        out = x.new_empty((*x.shape[:-1], len(self.tensor)), dtype=dtype)
+        return out if kernel(out, x, self.tensor, option, torch.get_num_threads()) else None
 
 
 def tree_sum(terms: Iterable[Tensor]) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
-from pipekernels.ops.expert_linear import few_rows_expert_linear, groups
 from pipekernels.ops.weights import Int8Weight, Weight
 from pipekernels.ops.weights.int8 import floats_of, int8_of
 from pipekernels.tensor_parallel.experts import ParallelExperts
@@ -21,7 +20,7 @@ from pipekernels.tensor_parallel.linear import (
     forward_column,
     forward_row,
 )
-from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
+from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 
 def _scale(weight: Tensor, comm: Communicator | None) -> Tensor:
@@ -75,18 +74,14 @@ class Int8Linear(_Int8Layer):
 
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "scale", "bias")
 
+    in_features: int
+    out_features: int
+    is_transposed: bool
+
     def __init__(self, layer: ShardedLinear) -> None:
-        super().__init__(Sharding(layer.comm, layer.blocks, layer.heads))
+        vars(self).update(vars(copy.copy(layer)), _parameters={})  # All else is as there.
         self.is_row = isinstance(layer, RowParallelLinear)
         self.shard_dims = {"weight": 1} if self.is_row else dict.fromkeys(self.parameter_names, 0)  # type: ignore[misc]
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.name = layer.name
-        self.skip_bias_add, self.is_transposed = layer.skip_bias_add, layer.is_transposed
-        self.input_is_parallel = getattr(layer, "input_is_parallel", False)
-        self.reduce = getattr(layer, "reduce", "none")
-        self.gather_output = getattr(layer, "gather_output", False)
-        # Of layers that are trained.
-        self.is_shared, self._gradients_are_checked = False, True
         parameters = layer._plain_parameters()
         weight = parameters["weight"].detach()
         weight = weight.t() if layer.is_transposed else weight
@@ -95,7 +90,6 @@ class Int8Linear(_Int8Layer):
         self.weight = _frozen(int8_of(weight, scale).contiguous())
         self.scale = _frozen(scale)
         self.register_parameter("bias", parameters.get("bias"))
-        self.train(layer.training)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         return (self.out_features, self.in_features) if name == "weight" else (self.out_features,)
@@ -142,13 +136,8 @@ class Int8Experts(_Int8Layer, ParallelExperts):
     """
 
     def __init__(self, layer: ParallelExperts) -> None:
-        ShardedLayer.__init__(self, Sharding(layer.comm))
-        self.expert_parallel = layer.expert_parallel
-        self.is_routed, self.first = layer.is_routed, layer.first
+        vars(self).update(vars(copy.copy(layer)), _parameters={})  # All else is as there.
         self.is_transposed, self.was_transposed = False, layer.is_transposed
-        self.is_concatenated, self.num_experts = layer.is_concatenated, layer.num_experts
-        self.hidden_size, self.inner_size = layer.hidden_size, layer.inner_size
-        self.name = layer.name
         self.float_dtype = layer.get_parameter("down_proj").dtype
         # Matrices lie as the kernel for a few rows reads them, each with a scale.
         self._full_shapes = {
@@ -173,26 +162,13 @@ class Int8Experts(_Int8Layer, ParallelExperts):
         template = copy.copy(layer._template[0])
         template._parameters = self._parameters
         self._template = (template,)
-        self.train(layer.training)
 
     def _sharded_dims(self) -> dict[str, int]:
         dims = super()._sharded_dims()
         return dims if self.expert_parallel else dims | {f"{self.first}_scale": 1}
 
-    def _product(self, x: Tensor, name: str, bias: Tensor | None, rows: Tensor) -> Tensor:
-        weight, scale = self.get_parameter(name), self.get_parameter(f"{name}_scale")
-        Int8Weight(weight, scale).check_no_gradients(x)
-        out = x.new_empty(len(x), weight.shape[1])
-        for expert, own in groups(rows.tolist()):
-            added = None if bias is None else bias[expert]
-            Int8Weight(weight[expert], scale[expert]).product_into(out[own], x[own], added)
-        return out
-
-    def _few_rows_product(
-        self, x: Tensor, name: str, bias: Tensor | None, chosen: Tensor
-    ) -> Tensor | None:
-        scale = self.get_parameter(f"{name}_scale")
-        return few_rows_expert_linear(x, self.get_parameter(name), bias, chosen, scale)
+    def _weights(self, name: str) -> Weight:
+        return Int8Weight(self.get_parameter(name), self.get_parameter(f"{name}_scale"))
 
     def to_full(self) -> nn.Module:
         """The full module in floats, gathered. A collective."""

@@ -26,29 +26,3 @@ column         slabs of Y, side by side        dX: tree over slabs, all-reduce; 
 ``invariant_row_linear`` and ``invariant_column_linear`` are the steps ``row_linear`` and
 ``column_linear`` of :mod:`pipekernels.tensor_parallel.functional` in this order.
 """
-
-from pipekernels.tensor_parallel.invariant.arithmetic import (
-    ShardGradient,
-    check_invariant_column,
-    check_invariant_row,
-    invariant_column_linear,
-    invariant_row_linear,
-    slab_norms,
-    sum_by_slabs,
-)
-from pipekernels.tensor_parallel.invariant.exact_sums import check_own_parameters, exact_gradients
-from pipekernels.tensor_parallel.invariant.slabs import check_width, has_slabs
-
-__all__ = [
-    "ShardGradient",
-    "check_invariant_column",
-    "check_invariant_row",
-    "check_own_parameters",
-    "check_width",
-    "exact_gradients",
-    "has_slabs",
-    "invariant_column_linear",
-    "invariant_row_linear",
-    "slab_norms",
-    "sum_by_slabs",
-]

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from pipekernels.comm import Communicator
-from pipekernels.ops.dispatch import check_differentiated_once
+from pipekernels.ops.dispatch import check_differentiated_once, exactly
 from pipekernels.ops.gemm import as_matrix
 from pipekernels.ops.weights.k_slices import (
     SlicedWeight,
-    exactly,
     k_slice_gemm,
     product_by_rows,
     tree_product,

@@ -27,7 +27,7 @@ from pipekernels.tensor_parallel.full_layer import (
     linear_classes,
 )
 from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans, shares
-from pipekernels.tensor_parallel.invariant import check_width
+from pipekernels.tensor_parallel.invariant.slabs import check_width
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.partial_gradients import (
     mark_column_output,

@@ -19,7 +19,8 @@ from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.changes import set_attribute, undo_changes
 from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
 from pipekernels.tensor_parallel.functional import shares
-from pipekernels.tensor_parallel.invariant import check_own_parameters, has_slabs
+from pipekernels.tensor_parallel.invariant.exact_sums import check_own_parameters
+from pipekernels.tensor_parallel.invariant.slabs import has_slabs
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear
 from pipekernels.tensor_parallel.plan.kinds import SUMMED, HookKind, LayerKind
 from pipekernels.tensor_parallel.plan.sharding_plan import base_of, providers, resolve

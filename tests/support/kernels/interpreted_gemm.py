@@ -208,6 +208,5 @@ def test_the_operation_passes_its_arguments_to_the_kernel(
         added |= {"scale_a": torch.rand(33) + 0.5, "scale_b": torch.rand(1) + 0.5}
     p = product(33, 40, 64, "forward", dtype, **added)
     config = Config(Blocks(16, 32, 32, 4, 3))
-    terms = sharded_gemm.Terms(*p[4:])
-    sharded_gemm._by_triton(config, p.out, p.a, p.b, terms)
+    sharded_gemm._by_triton(config, p.out, p.a, p.b, *p[4:])
     check(p, config)

@@ -16,9 +16,10 @@ namespace pipekernels {
 constexpr int64_t kMaxSkinnyRows = 4;
 
 // out[r][i] = sum over j of x[r][j] * weight[i][j], plus bias[i] unless `bias` is null. All are
-// contiguous: `x` is [rows, inner], `weight` [columns, inner], `out` [rows, columns]; none overlaps
-// `out`. 16-bit floats are computed with in float32 and rounded once, to nearest even. A row's
-// result depends neither on the other rows nor on the number of threads.
+// contiguous: `x` is [rows, inner], `weight` [columns, inner], or [inner, columns] if it is
+// transposed, `out` [rows, columns]; none overlaps `out`. 16-bit floats are computed with in
+// float32 and rounded once, to nearest even. A row's result depends neither on the other rows nor
+// on the number of threads.
 struct SkinnyGemm {
   void* out;
   const void* x;
@@ -26,17 +27,18 @@ struct SkinnyGemm {
   const void* bias;
   int64_t rows, columns, inner;
   DType dtype;
+  bool transposed = false;
 };
 
 // Throws std::invalid_argument unless 1 <= rows <= kMaxSkinnyRows and the dtype is a floating one.
 void skinny_gemm(const SkinnyGemm& product, int threads, Isa isa = best_isa());
 
 // A product that is not rounded to `dtype`: `out` is [rows, columns] of partial_size_of(dtype), and
-// there is no bias. `inner` is cut into `slabs` equal parts. The sum over each is computed as if it
-// were alone, and these sums are added in a balanced binary tree: ((0 + 1) + (2 + 3)) + ... So one
-// call for all slabs gives the bits of two calls for half of them each, with their results added.
-// These bits may differ between values of `isa`, as those of skinny_gemm() do. A NaN has all
-// bits set.
+// there is no bias, nor a transposed weight. `inner` is cut into `slabs` equal parts. The sum over
+// each is computed as if it were alone, and these sums are added in a balanced binary tree: ((0 +
+// 1) + (2 + 3)) + ... So one call for all slabs gives the bits of two calls for half of them each,
+// with their results added. These bits may differ between values of `isa`, as those of
+// skinny_gemm() do. A NaN has all bits set.
 //
 // Throws std::invalid_argument as skinny_gemm() does, and unless `slabs` is a power of two
 // that divides `inner`.
