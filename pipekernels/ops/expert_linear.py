@@ -45,10 +45,9 @@ def expert_linear(x: Tensor, weights: Weight, bias: Tensor | None, rows: Tensor)
 
 
 def _product(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    if scale is None:
-        return functional.linear(x, weight, bias)
     own = weight_of(weight, scale)
-    own.check_no_gradients(x)
+    if scale is None or has_derivatives((x,)):
+        return functional.linear(x, own.trained(), bias)
     return own.product(x, bias)
 
 

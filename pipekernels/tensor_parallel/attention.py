@@ -93,9 +93,8 @@ class ParallelMultiheadAttention(ShardedLayer):
             device="meta",
         )
         for layer, own in ((full, self), (full.out_proj, self.out_proj)):
-            for name, value in own.full_state_dict().items():
-                trains = own.get_parameter(name).requires_grad
-                layer.register_parameter(name, nn.Parameter(value, requires_grad=trains))
+            for name, parameter in own._full_parameters().items():
+                layer.register_parameter(name, parameter)
         return full.train(self.training)
 
     def _initial_parameters(self) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipekernels.comm import Communicator
 from pipekernels.ops.collectives import all_reduce
-from pipekernels.tensor_parallel.functional import reduce_from_ranks, shard_spans
+from pipekernels.tensor_parallel.functional import own_indices, reduce_from_ranks, shard_spans
 from pipekernels.tensor_parallel.invariant.arithmetic import check_invariant_column, sum_by_slabs
 
 
@@ -66,9 +66,8 @@ def vocab_parallel_cross_entropy(
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     ignored = target == ignore_index
-    # A class that no rank has stays outside, so that gather fails.
-    others = ((target >= 0) & (target < start)) | ((target >= start + own) & (target < num_classes))
-    index = (target - start).where(~(others | ignored), 0)
+    index, others = own_indices(target, (start, own), num_classes)
+    index = index.masked_fill(ignored, 0)
     is_checked = not (index.is_cuda or torch.compiler.is_compiling())
     if is_checked and ((index < 0) | (index >= own)).any():
         raise IndexError(

@@ -13,7 +13,7 @@ from pipekernels.comm import Communicator
 from pipekernels.device.streams import usable
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, is_embedding
-from pipekernels.tensor_parallel.functional import reduce_from_ranks
+from pipekernels.tensor_parallel.functional import own_indices, reduce_from_ranks
 from pipekernels.tensor_parallel.invariant.arithmetic import check_invariant_column
 from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
@@ -142,12 +142,9 @@ class VocabParallelEmbedding(ShardedLayer):
         padding = self.padding_idx
         if padding is not None:
             padding = padding - start if start <= padding < start + rows else None
-        # An index that no rank has stays outside, so that the lookup fails.
-        others = ((input >= 0) & (input < start)) | (
-            (input >= start + rows) & (input < self.num_embeddings)
-        )
+        index, others = own_indices(input, (start, rows), self.num_embeddings)
         try:
-            found = functional.embedding((input - start).where(~others, 0), self.weight, padding)
+            found = functional.embedding(index, self.weight, padding)
         except IndexError as error:
             raise IndexError(
                 f"{self._described()} has rows 0 to {self.num_embeddings - 1}, got indices from "

@@ -209,10 +209,7 @@ class ParallelExperts(ShardedLayer):
 
     def to_full(self) -> nn.Module:
         full: nn.Module = copy.copy(self._template[0])
-        full._parameters = {
-            name: nn.Parameter(value, requires_grad=self.get_parameter(name).requires_grad)
-            for name, value in self.full_state_dict().items()
-        }
+        full._parameters = dict(self._full_parameters())
         return full.train(self.training)
 
     def extra_repr(self) -> str:

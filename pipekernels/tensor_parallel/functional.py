@@ -38,12 +38,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipekernels.comm import Communicator
+from pipekernels.comm.tensors import check_rows
 from pipekernels.ops.collectives import all_gather, all_reduce
 from pipekernels.ops.dispatch import (
+    as_autocast,
     can_skip_dispatcher,
     check_differentiated_once,
     has_derivatives,
 )
+from pipekernels.ops.gemm import as_matrix
 from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.ops.weights import DenseWeight, Weight
 
@@ -114,6 +117,14 @@ def shares(size: int, world_size: int, heads: Heads | None = None) -> list[int]:
     return [held for _, held in shard_spans(size, world_size, heads)]
 
 
+def own_indices(x: Tensor, span: tuple[int, int], size: int) -> tuple[Tensor, Tensor]:
+    """The indices ``x`` into ``size`` entries, as indices into this rank's ``span`` of them, 0 for
+    those of others; and which those are. An index that no rank has stays outside."""
+    start, own = span
+    others = ((x >= 0) & (x < start)) | ((x >= start + own) & (x < size))
+    return (x - start).masked_fill(others, 0), others
+
+
 def check_heads(heads: Heads | None, world_size: int) -> None:
     """Raise ValueError if there is not a head for each rank."""
     if heads is not None and heads[0] < world_size:
@@ -159,10 +170,13 @@ def gather_from_ranks(x: Tensor, comm: Communicator, size: int | Sequence[int]) 
     return _step(x, comm, sizes, _join_slices, _own_slice)
 
 
-def column_linear(x: Tensor, weight: Weight, bias: Tensor | None, comm: Communicator) -> Tensor:
-    """``x @ weight.T + bias`` of the replicated ``x``, for this rank's output features."""
-    if has_derivatives((x, weight.tensor)):
-        x = copy_to_ranks(x, comm)
+def column_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, comm: Communicator | None
+) -> Tensor:
+    """``x @ weight.T + bias`` of the ``x`` replicated over ``comm``, or of this rank's own."""
+    if has_derivatives((x, weight.tensor) if bias is None else (x, weight.tensor, bias)):
+        x = x if comm is None else copy_to_ranks(x, comm)
+        return functional.linear(x, weight.trained(), bias)
     return weight.linear(x, bias)
 
 
@@ -184,7 +198,18 @@ def row_linear(x: Tensor, weight: Tensor, comm: Communicator, *, scatter: bool =
         ValueError: ``scatter`` is set and the first dimension of ``x`` is not a multiple of the
             world size.
     """
-    return DenseWeight(weight).row_linear(x, comm, scatter)
+    return summed_linear(x, DenseWeight(weight), comm, scatter)
+
+
+def summed_linear(x: Tensor, weight: Weight, comm: Communicator, scatter: bool) -> Tensor:
+    """:func:`row_linear` with a weight of any format."""
+    if scatter:
+        check_rows(x, comm.world_size, dims=2)
+    if has_derivatives((x, weight.tensor)):
+        operands = as_autocast((x, weight.trained()))
+        result: Tensor = _RowLinear.apply(*operands, comm, scatter)
+        return result
+    return weight.row_linear(x, comm, scatter)
 
 
 # Of ``x``, the ranks, and what both directions of a step need: sizes, an order, or shards.
@@ -228,6 +253,28 @@ def _sum_of_holders(grad: Tensor, comm: Communicator, shards: Sequence[int]) -> 
     all_shards[own] = grad
     # A copy: the rest of the reduction's result can be freed.
     return all_reduce(all_shards, comm)[own].clone()
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) -> Tensor:
+        ctx.comm, ctx.scatter = comm, scatter
+        ctx.save_for_backward(x, weight)
+        return DenseWeight(weight).row_linear(x, comm, scatter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_differentiated_once("a layer that is sharded over ranks")
+        x, weight = ctx.saved_tensors
+        if ctx.scatter:
+            grad = all_gather(grad, ctx.comm)
+        rows = as_matrix(grad)  # [N, M]
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = functional.linear(rows, weight.t()).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            grad_weight = functional.linear(rows.t(), as_matrix(x).t())
+        return grad_x, grad_weight, None, None
 
 
 def _own_slice(x: Tensor, comm: Communicator, sizes: Sequence[int]) -> Tensor:

@@ -56,6 +56,7 @@ from pipekernels.tensor_parallel.functional import (
     copy_to_ranks,
     gather_from_ranks,
     scatter_to_ranks,
+    summed_linear,
 )
 from pipekernels.tensor_parallel.invariant.arithmetic import (
     check_invariant_column,
@@ -67,18 +68,49 @@ from pipekernels.tensor_parallel.partial_gradients import check_gradients, mark_
 from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
 
 
-class ShardedLinear(ShardedLayer):
-    """Base of both layers: the full layer is an ``nn.Linear`` or a ``Conv1D`` of transformers."""
+class LinearLayer(ShardedLayer):
+    """Base of layers with weights of any format: the full layer is an ``nn.Linear`` or a ``Conv1D``
+    of transformers."""
+
+    in_features: int
+    out_features: int
+    is_transposed: bool  # Weights are [in, out], as those of a Conv1D.
+    was_transposed: bool  # Those of the full layer are.
+    bias: nn.Parameter | None
+
+    def to_full(self) -> nn.Module:
+        """The full layer in floats, gathered. A collective."""
+        parameters = self._full_parameters()
+        return full_layer(parameters, transposed=self.was_transposed).train(self.training)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, rank={self.rank}, world_size={self.world_size}"
+        )
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        if name != "weight":
+            return (self.out_features,)
+        shape = self.out_features, self.in_features
+        return shape[::-1] if self.is_transposed else shape
+
+    def shard_dim(self, name: str) -> int:
+        dim = self.shard_dims[name]
+        return 1 - dim if self.is_transposed and name == "weight" else dim
+
+
+class ShardedLinear(LinearLayer):
+    """Base of both layers with weights of floats."""
 
     weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(self, full: nn.Linear, sharding: Sharding, *, skip_bias_add: bool) -> None:
         super().__init__(sharding)
         self.in_features = full.in_features
         self.out_features = full.out_features
         self.skip_bias_add = skip_bias_add
-        self.is_transposed = False  # Weights are [in, out], as those of transformers' Conv1D.
+        self.is_transposed = self.was_transposed = False
         self._gradients_are_checked = False
         self._adopt({"weight": full.weight, "bias": full.bias})
 
@@ -107,17 +139,9 @@ class ShardedLinear(ShardedLayer):
         construct: Any = cls
         kwargs = dict(comm=comm, device="meta", dtype=linear.weight.dtype, **kwargs)
         layer = construct(*features_of(linear), linear.bias is not None, **kwargs)
-        layer.is_transposed = not isinstance(linear, nn.Linear)
+        layer.is_transposed = layer.was_transposed = not isinstance(linear, nn.Linear)
         layer._adopt({"weight": linear.weight, "bias": linear.bias})
         return layer.train(linear.training)
-
-    def to_full(self) -> nn.Module:
-        """The full layer, gathered: the inverse of :meth:`from_linear`. A collective."""
-        parameters = {
-            name: nn.Parameter(full, requires_grad=self.get_parameter(name).requires_grad)
-            for name, full in self.full_state_dict().items()
-        }
-        return full_layer(parameters, transposed=self.is_transposed).train(self.training)
 
     def _initial_parameters(self) -> dict[str, Tensor]:
         sizes, weight = (self.in_features, self.out_features), self.weight
@@ -127,29 +151,18 @@ class ShardedLinear(ShardedLayer):
             parameters["weight"] = parameters["weight"].t()
         return parameters
 
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, rank={self.rank}, world_size={self.world_size}"
-        )
-
-    def full_shape(self, name: str) -> tuple[int, ...]:
-        if name == "bias":
-            return (self.out_features,)
-        shape = self.out_features, self.in_features
-        return shape[::-1] if self.is_transposed else shape
-
-    def shard_dim(self, name: str) -> int:
-        dim = self.shard_dims[name]
-        return 1 - dim if self.is_transposed and name == "weight" else dim
-
-    def _weight(self) -> Weight:
-        weight: Tensor = self.weight
-        return DenseWeight(weight.t() if self.is_transposed else weight)
+    def _operands(self) -> tuple[Weight, Tensor | None]:
+        # Asking the module takes longer, but knows what a parametrization or a mask has replaced.
+        own = self._parameters
+        names = "weight", "bias"
+        pair: Any = [own[name] if name in own else getattr(self, name) for name in names]
+        weight, bias = pair
+        return DenseWeight(weight.t() if self.is_transposed else weight), bias
 
     def _check_input(self, x: Tensor, weight: Tensor, features: int) -> None:
-        fits = isinstance(x, Tensor) and x.shape[-1:] == (features,) and x.dtype == weight.dtype
-        if fits and x.device == weight.device:
+        # First, what takes the least time on the way to a few rows.
+        is_plain = type(x) is Tensor and x.is_cpu and weight.is_cpu and x.dtype == weight.dtype
+        if is_plain and x.dim() > 0 and x.shape[-1] == features:
             return
         if not isinstance(x, Tensor):
             raise TypeError(f"{self._described()} takes a tensor, got {type(x).__name__}")
@@ -178,6 +191,68 @@ class ShardedLinear(ShardedLayer):
         clone = super().__deepcopy__(memo)
         clone._gradients_are_checked = False  # Copied parameters have lost their hooks.
         return clone
+
+
+def forward_row(layer: Any, x: Tensor) -> Any:
+    """The forward of row-parallel layers, whatever the format of their weight."""
+    compiling, comm = torch.compiler.is_compiling(), layer.comm
+    if not compiling and active_ddp() is not None:
+        check_data_parallel(comm)
+    weight, bias = layer._operands()
+    is_parallel, scatter = layer.input_is_parallel, layer.reduce == "reduce_scatter"
+    features = weight.tensor.shape[1] if is_parallel else layer.in_features
+    layer._check_input(x, weight.tensor, features)
+    if not is_parallel:
+        x = scatter_to_ranks(x, comm)
+    elif x.requires_grad and not (compiling or layer._gradients_are_checked):
+        x.register_hook(layer._check_gradients)
+    y: Tensor
+    if layer.reduce == "none":
+        y = column_linear(x, weight, None, None)
+    elif layer.invariant:
+        y = invariant_row_linear(x, weight.tensor, comm, scatter=scatter)
+    else:
+        y = summed_linear(x, weight, comm, scatter)
+    if bias is not None and scatter:
+        bias = copy_to_ranks(bias, comm)  # Its gradient is that of all rows.
+    if layer.skip_bias_add:
+        return y, bias
+    if bias is None:
+        return y
+    # Selective checkpointing, a dispatch mode, may keep y; a subclass is a view of the product.
+    if type(y) is Tensor and not compiling and dispatch_mode_count() == 0:
+        return y.add_(bias)
+    return (y + bias).to(y.dtype)
+
+
+def forward_column(layer: Any, x: Tensor) -> Any:
+    """The forward of column-parallel layers, whatever the format of their weight."""
+    compiling, comm = torch.compiler.is_compiling(), layer.comm
+    if not compiling and active_ddp() is not None:
+        check_data_parallel(comm)
+    weight, bias = layer._operands()
+    layer._check_input(x, weight.tensor, layer.in_features)
+    # Ranks that hold the same heads sum the gradients of their shard.
+    if layer.is_shared:
+        weight.tensor = copy_to_holders(weight.tensor, comm, layer.shards)
+        if bias is not None:
+            bias = copy_to_holders(bias, comm, layer.shards)
+    added = None if layer.skip_bias_add else bias
+    y: Tensor
+    if layer.invariant:
+        y = invariant_column_linear(x, weight.tensor, added, comm, layer._own_blocks)
+    else:
+        y = column_linear(x, weight, added, comm)
+    if layer.gather_output:
+        y = gather_from_ranks(y, comm, layer.out_features)
+    # A row-parallel layer checks gradients up to here.
+    if y.requires_grad and not compiling:
+        mark_column_output(y, bias)
+    if not layer.skip_bias_add:
+        return y
+    if layer.gather_output and bias is not None:
+        bias = gather_from_ranks(bias, comm, layer.out_features)
+    return y, bias
 
 
 class RowParallelLinear(ShardedLinear):
@@ -252,9 +327,7 @@ class RowParallelLinear(ShardedLinear):
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Apply the layer to ``x``: see the class for the shapes."""
-        return forward_row(self, x)
+    forward = forward_row
 
     def _check_gradients(self, _: Tensor) -> None:
         if not self._gradients_are_checked:
@@ -329,69 +402,7 @@ class ColumnParallelLinear(ShardedLinear):
         self.is_shared = len(set(self.shards)) < comm.world_size
         self._own_blocks = [size for _, size in self.spans("weight")]
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Apply the layer to ``x``: see the class for the shapes."""
-        return forward_column(self, x)
+    forward = forward_column
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather_output={self.gather_output}"
-
-
-def forward_row(layer: Any, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-    """The forward of row-parallel layers, whatever the format of their weight."""
-    compiling, comm = torch.compiler.is_compiling(), layer.comm
-    if not compiling and active_ddp() is not None:
-        check_data_parallel(comm)
-    weight = layer._weight()
-    parallel, scatter = layer.input_is_parallel, layer.reduce == "reduce_scatter"
-    layer._check_input(x, weight.tensor, weight.tensor.shape[1] if parallel else layer.in_features)
-    if not parallel:
-        x = scatter_to_ranks(x, comm)
-    elif x.requires_grad and not (compiling or layer._gradients_are_checked):
-        x.register_hook(layer._check_gradients)
-    if layer.reduce == "none":
-        y: Tensor = weight.linear(x)
-    elif layer.invariant:
-        y = invariant_row_linear(x, weight.tensor, comm, scatter=scatter)
-    else:
-        y = weight.row_linear(x, comm, scatter)
-    bias: Tensor | None = layer.bias
-    if bias is not None and scatter:
-        bias = copy_to_ranks(bias, comm)  # Its gradient is that of all rows.
-    if layer.skip_bias_add:
-        return y, bias
-    if bias is None:
-        return y
-    # Selective checkpointing, a dispatch mode, may keep y; a subclass is a view of the product.
-    if type(y) is Tensor and not compiling and dispatch_mode_count() == 0:
-        return y.add_(bias)
-    return (y + bias).to(y.dtype)
-
-
-def forward_column(layer: Any, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-    """The forward of column-parallel layers, whatever the format of their weight."""
-    compiling, comm = torch.compiler.is_compiling(), layer.comm
-    if not compiling and active_ddp() is not None:
-        check_data_parallel(comm)
-    weight, bias = layer._weight(), layer.bias
-    layer._check_input(x, weight.tensor, layer.in_features)
-    # Ranks that hold the same heads sum the gradients of their shard.
-    if layer.is_shared:
-        weight.tensor = copy_to_holders(weight.tensor, comm, layer.shards)
-        if bias is not None:
-            bias = copy_to_holders(bias, comm, layer.shards)
-    added = None if layer.skip_bias_add else bias
-    if layer.invariant:
-        y = invariant_column_linear(x, weight.tensor, added, comm, layer._own_blocks)
-    else:
-        y = column_linear(x, weight, added, comm)
-    if layer.gather_output:
-        y = gather_from_ranks(y, comm, layer.out_features)
-    # A row-parallel layer checks gradients up to here.
-    if y.requires_grad and not compiling:
-        mark_column_output(y, bias)
-    if not layer.skip_bias_add:
-        return y
-    if layer.gather_output and bias is not None:
-        bias = gather_from_ranks(bias, comm, layer.out_features)
-    return y, bias

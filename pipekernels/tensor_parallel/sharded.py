@@ -68,6 +68,13 @@ class ShardedLayer(nn.Module):
         """The full layer, gathered. A collective; TypeError as for :meth:`full_state_dict`."""
         raise NotImplementedError
 
+    def _full_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the full layer, gathered."""
+        return {
+            name: nn.Parameter(full, requires_grad=self.get_parameter(name).requires_grad)
+            for name, full in self.full_state_dict().items()
+        }
+
     def _initial_parameters(self) -> dict[str, Tensor]:
         """Parameters of the full layer, as a new one has them."""
         raise NotImplementedError

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pipekernels import Communicator
 from pipekernels.ops.weights import DenseWeight, base, dense
+from pipekernels.tensor_parallel.functional import column_linear
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -35,5 +36,5 @@ def test_16_bit_floats_without_instructions_are_multiplied_in_float32(
         check(product.linear(x, bias), exact + bias, magnitude + bias.abs())
         check(product.row_linear(x, comm, False), exact, magnitude)
     weight.requires_grad_()
-    DenseWeight(weight).linear(x).sum().backward()
+    column_linear(x, DenseWeight(weight), None, comm).sum().backward()
     assert weight.grad is not None

@@ -11,7 +11,6 @@ from torch import Tensor
 from pipekernels import _backend
 from pipekernels.comm import Communicator
 from pipekernels.comm.collectives import sum_of_outputs
-from pipekernels.ops.dispatch import has_derivatives
 from pipekernels.ops.gemm import as_matrix
 
 BLOCK = 1 << 19
@@ -24,7 +23,7 @@ class Weight(abc.ABC):
     Layers call :meth:`linear` and :meth:`row_linear`, for any number of rows. Both call an operator
     of torch (``operators.py``), in eager and in compiled programs. The operator's kernel in C++
     computes a few rows on the CPU; for all else it calls the methods of this class, of which a
-    format implements :meth:`product_into`. Formats have no gradients unless they override more.
+    format implements :meth:`product_into`. Only :class:`DenseWeight` has gradients.
 
     A weight only refers to the layer's tensors, and keeps nothing that is made of them: when a
     program assigns to ``parameter.data``, or changes it in place, neither the parameter nor its
@@ -50,23 +49,23 @@ class Weight(abc.ABC):
         return out
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x W^T + bias`` of one rank, for ``[..., k]``, ``[..., n]``.
-
-        Raises:
-            RuntimeError: a gradient is asked for, which this format does not have.
-        """
-        self.check_no_gradients(x)
+        """``x W^T + bias`` of one rank, for ``[..., k]``: ``[..., n]``, without derivatives."""
         result: Tensor = torch.ops.pipekernels.linear(x, self.tensor, self.scale, bias)
         return result
 
     def row_linear(self, x: Tensor, comm: Communicator, scatter: bool) -> Tensor:
         """``x W^T``, summed over the ranks, each of which holds a part of ``k``: ``[..., n]``; with
-        ``scatter`` this rank's slice of the first dimension. Errors: as :meth:`linear`."""
-        self.check_no_gradients(x)
-        result: Tensor = torch.ops.pipekernels.row_linear(
-            x, self.tensor, self.scale, comm.handle, scatter
-        )
+        ``scatter`` this rank's slice of the first dimension. Without derivatives."""
+        operands = x, self.tensor, self.scale
+        result: Tensor = torch.ops.pipekernels.row_linear(*operands, comm.handle, scatter)
         return result
+
+    def trained(self) -> Tensor:
+        """The tensor of which autograd computes gradients; RuntimeError if the format has none."""
+        raise RuntimeError(
+            f"layers with {str(self.tensor.dtype).removeprefix('torch.')} weights have no "
+            "gradients; use torch.no_grad(), or train the model before its weights are quantized"
+        )
 
     def sum_of_products(self, x: Tensor, comm: Communicator, scatter: bool) -> Tensor:
         """:meth:`row_linear` without the operator."""
@@ -77,15 +76,6 @@ class Weight(abc.ABC):
         out = comm.output((*x.shape[:-1], self.tensor.shape[0]), x)
         self.product_into(as_matrix(out), as_matrix(x))
         return comm.reduce_scatter(out) if scatter else sum_of_outputs(comm, out)
-
-    def check_no_gradients(self, x: Tensor) -> None:
-        """Raise RuntimeError if a gradient may be asked for."""
-        if has_derivatives((x,)):
-            raise RuntimeError(
-                f"layers with {str(self.tensor.dtype).removeprefix('torch.')} weights have no "
-                "gradients; use torch.no_grad(), or train the model before its weights are "
-                "quantized"
-            )
 
     def _widened_into(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
         """:meth:`product_into` by the library, of elements widened to floats, in float32 if the

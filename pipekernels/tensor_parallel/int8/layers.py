@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +13,8 @@ from pipekernels.comm import Communicator
 from pipekernels.ops.weights import Int8Weight, Weight
 from pipekernels.ops.weights.int8 import floats_of, int8_of
 from pipekernels.tensor_parallel.experts import ParallelExperts
-from pipekernels.tensor_parallel.full_layer import full_layer
 from pipekernels.tensor_parallel.linear import (
+    LinearLayer,
     RowParallelLinear,
     ShardedLinear,
     forward_column,
@@ -37,13 +37,31 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 
 class _Int8Layer(ShardedLayer):
-    """Base of both. Scales stay float32 when the model is converted to another dtype."""
+    """Base of both. Scales stay float32 when the model is converted to another dtype.
 
-    float_dtype: torch.dtype
-    """The dtype of the full layer's weights."""
+    Args:
+        layer: in floats. All but its weights is as there.
+        scales: of each parameter that becomes int8, the name of its scale.
+        cut: those of them whose rows lie on several ranks, which then have the same scale.
+    """
+
+    def __init__(self, layer: Any, scales: dict[str, str], cut: Sequence[str]) -> None:
+        vars(self).update(vars(copy.copy(layer)), _parameters={})
+        # Weights lie as the kernel for a few rows reads them.
+        self.is_transposed, self.was_transposed = False, layer.is_transposed
+        self.scales = scales
+        self.float_dtype: torch.dtype = layer.get_parameter(next(iter(scales))).dtype
+        for name, parameter in layer._parameters.items():
+            if name not in scales:
+                self.register_parameter(name, parameter)
+                continue
+            weight = parameter.detach().mT if self.was_transposed else parameter.detach()
+            scale = _scale(weight, self.comm if name in cut else None)
+            self.register_parameter(name, _frozen(int8_of(weight, scale).contiguous()))
+            self.register_parameter(scales[name], _frozen(scale.contiguous()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        scales = {n: p.data for n, p in self._parameters.items() if p is not None and "scale" in n}
+        scales = {name: self.get_parameter(name).data for name in self.scales.values()}
         super()._apply(fn, recurse)
         self.float_dtype = fn(torch.empty(0, dtype=self.float_dtype)).dtype
         for name, scale in scales.items():
@@ -52,12 +70,19 @@ class _Int8Layer(ShardedLayer):
                 parameter.data = scale.to(parameter.device)
         return self
 
+    def _full_parameters(self) -> dict[str, nn.Parameter]:
+        state = self.full_state_dict()
+        for name, scale in self.scales.items():
+            weight = floats_of(state[name], state.pop(scale), self.float_dtype)
+            state[name] = weight.mT.contiguous() if self.was_transposed else weight
+        return {name: _frozen(value) for name, value in state.items()}
+
     def reset_parameters(self) -> None:
         """Raises: int8 weights are made from floats."""
         raise TypeError(f"{self._described()} has int8 weights, which are made from floats")
 
 
-class Int8Linear(_Int8Layer):
+class Int8Linear(_Int8Layer, LinearLayer):
     """A rank's part of a linear layer, with a weight of int8 (:func:`quantize_weights`).
 
     Args:
@@ -74,28 +99,14 @@ class Int8Linear(_Int8Layer):
 
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "scale", "bias")
 
-    in_features: int
-    out_features: int
-    is_transposed: bool
-
     def __init__(self, layer: ShardedLinear) -> None:
-        vars(self).update(vars(copy.copy(layer)), _parameters={})  # All else is as there.
         self.is_row = isinstance(layer, RowParallelLinear)
+        super().__init__(layer, {"weight": "scale"}, ["weight"] if self.is_row else [])
         self.shard_dims = {"weight": 1} if self.is_row else dict.fromkeys(self.parameter_names, 0)  # type: ignore[misc]
-        parameters = layer._plain_parameters()
-        weight = parameters["weight"].detach()
-        weight = weight.t() if layer.is_transposed else weight
-        scale = _scale(weight, self.comm if self.is_row else None)
-        self.float_dtype = weight.dtype
-        self.weight = _frozen(int8_of(weight, scale).contiguous())
-        self.scale = _frozen(scale)
-        self.register_parameter("bias", parameters.get("bias"))
 
-    def full_shape(self, name: str) -> tuple[int, ...]:
-        return (self.out_features, self.in_features) if name == "weight" else (self.out_features,)
-
-    def _weight(self) -> Weight:
-        return Int8Weight(self.weight, self.scale)
+    def _operands(self) -> tuple[Weight, Tensor | None]:
+        parameters: Any = self._parameters
+        return Int8Weight(parameters["weight"], parameters["scale"]), parameters["bias"]
 
     def _check_input(self, x: Tensor, weight: Tensor, features: int) -> None:
         if x.dim() == 0 or x.shape[-1] != features or x.device != weight.device:
@@ -104,24 +115,9 @@ class Int8Linear(_Int8Layer):
                 f"features on {weight.device}, got a tensor of shape {tuple(x.shape)} on {x.device}"
             )
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> Any:
         """Apply the layer to ``x``."""
         return forward_row(self, x) if self.is_row else forward_column(self, x)
-
-    def to_full(self) -> nn.Module:
-        """The full layer in floats, gathered. A collective."""
-        full = self.full_state_dict()
-        weight = floats_of(full["weight"], full.pop("scale"), self.float_dtype)
-        full["weight"] = weight.t().contiguous() if self.is_transposed else weight
-        parameters = {name: _frozen(value) for name, value in full.items()}
-        return full_layer(parameters, transposed=self.is_transposed).train(self.training)
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"is_row={self.is_row}, bias={self.bias is not None}, rank={self.rank}, "
-            f"world_size={self.world_size}"
-        )
 
 
 class Int8Experts(_Int8Layer, ParallelExperts):
@@ -136,29 +132,14 @@ class Int8Experts(_Int8Layer, ParallelExperts):
     """
 
     def __init__(self, layer: ParallelExperts) -> None:
-        vars(self).update(vars(copy.copy(layer)), _parameters={})  # All else is as there.
-        self.is_transposed, self.was_transposed = False, layer.is_transposed
-        self.float_dtype = layer.get_parameter("down_proj").dtype
-        # Matrices lie as the kernel for a few rows reads them, each with a scale.
+        scales = {name: f"{name}_scale" for name in (layer.first, "down_proj")}
+        super().__init__(layer, scales, [] if layer.expert_parallel else ["down_proj"])
         self._full_shapes = {
             name: (shape[0], *shape[:0:-1]) if self.was_transposed and len(shape) == 3 else shape
             for name, shape in layer._full_shapes.items()
         }
-        self._full_shapes |= {
-            f"{name}_scale": self._full_shapes[name][:2] for name in (self.first, "down_proj")
-        }
+        self._full_shapes |= {scale: self._full_shapes[name][:2] for name, scale in scales.items()}
         self.shard_dims = self._sharded_dims()  # type: ignore[misc]
-        for name, parameter in layer._plain_parameters().items():
-            if parameter.dim() != 3:  # A bias.
-                self.register_parameter(name, parameter)
-                continue
-            weight = parameter.detach()
-            weight = weight.transpose(1, 2) if self.was_transposed else weight
-            # Where the inner dimension is sharded, a scale is that of the rows of all ranks.
-            is_cut = name == "down_proj" and not self.expert_parallel
-            scale = _scale(weight, self.comm if is_cut else None)
-            self.register_parameter(name, _frozen(int8_of(weight, scale).contiguous()))
-            self.register_parameter(f"{name}_scale", _frozen(scale.contiguous()))
         template = copy.copy(layer._template[0])
         template._parameters = self._parameters
         self._template = (template,)
@@ -168,17 +149,4 @@ class Int8Experts(_Int8Layer, ParallelExperts):
         return dims if self.expert_parallel else dims | {f"{self.first}_scale": 1}
 
     def _weights(self, name: str) -> Weight:
-        return Int8Weight(self.get_parameter(name), self.get_parameter(f"{name}_scale"))
-
-    def to_full(self) -> nn.Module:
-        """The full module in floats, gathered. A collective."""
-        state = self.full_state_dict()
-        full: nn.Module = copy.copy(self._template[0])
-        full._parameters = {}
-        for name in (name for name in state if not name.endswith("_scale")):
-            value = state[name]
-            if value.dim() == 3:
-                value = floats_of(value, state[f"{name}_scale"], self.float_dtype)
-                value = value.transpose(1, 2).contiguous() if self.was_transposed else value
-            full._parameters[name] = _frozen(value)
-        return full.train(self.training)
+        return Int8Weight(self.get_parameter(name), self.get_parameter(self.scales[name]))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipekernels.comm import Communicator
-from pipekernels.ops.dispatch import check_differentiated_once, exactly
+from pipekernels.ops.dispatch import as_autocast, check_differentiated_once, exactly
 from pipekernels.ops.gemm import as_matrix
 from pipekernels.ops.weights.k_slices import (
     SlicedWeight,
@@ -76,7 +76,7 @@ def invariant_row_linear(
     """:func:`pipekernels.tensor_parallel.functional.row_linear`, summed over slabs. RuntimeError
     under ``torch.compile``, or ``torch.func``'s transforms."""
     check_eager()
-    x, weight = _as_autocast([x, weight])
+    x, weight = as_autocast([x, weight])
     result: Tensor = _RowLinear.apply(x, weight, comm, scatter)
     return result
 
@@ -87,7 +87,7 @@ def invariant_column_linear(
     """:func:`pipekernels.tensor_parallel.functional.column_linear`, slab by slab; each fused layer
     has as many features here as ``blocks`` says. Errors as for :func:`invariant_row_linear`."""
     check_eager()
-    x, weight, *biases = _as_autocast([x, weight] if bias is None else [x, weight, bias])
+    x, weight, *biases = as_autocast([x, weight] if bias is None else [x, weight, bias])
     added = biases[0] if biases else None
     result: Tensor = _ColumnLinear.apply(x, weight, added, comm, blocks)
     return result
@@ -117,16 +117,6 @@ def _norms_of(shard: ShardGradient, norm_type: float, comm: Communicator) -> Ten
     of_slabs = zip(*slabs_of(shard.blocks, comm.world_size), strict=True)
     of_blocks = ([norm(rows[part].contiguous()) for part in slab] for slab in of_slabs)
     return torch.stack([norm(torch.stack(norms)) for norms in of_blocks])
-
-
-def _as_autocast(tensors: list[Tensor]) -> list[Tensor]:
-    """In the dtype that autocast, if on, has for linear layers."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    casts = [t.is_floating_point() and t.dtype != torch.float64 for t in tensors]
-    return [t.to(dtype) if cast else t for t, cast in zip(tensors, casts, strict=True)]
 
 
 class _RowLinear(torch.autograd.Function):
