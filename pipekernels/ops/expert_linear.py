@@ -92,11 +92,9 @@ def few_rows_expert_linear(
     """
     weight, scale = weights.tensor, weights.scale
     is_compiling = torch.compiler.is_compiling()
-    if type(x) is not Tensor or not x.is_cpu or (is_observed() and not is_compiling):
-        return None
-    if chosen.numel() > FEW_ROWS * weight.shape[0]:
-        return None
-    if scale is None and torch.is_autocast_enabled("cpu"):
+    is_plain = type(x) is Tensor and x.is_cpu and (is_compiling or not is_observed())
+    is_cast = scale is None and torch.is_autocast_enabled("cpu")
+    if not is_plain or is_cast or chosen.numel() > FEW_ROWS * weight.shape[0]:
         return None
     if has_derivatives((x, weight) if bias is None else (x, weight, bias)):
         return None
@@ -104,10 +102,9 @@ def few_rows_expert_linear(
         result: Tensor = torch.ops.pipekernels.chosen_experts(x, weight, bias, chosen, scale)
         return result
     out = x.new_empty((*chosen.shape, weight.shape[1]))
-    operands = out, x, weight, bias, chosen, torch.get_num_threads()
-    scales = () if scale is None else (scale,)
-    done: bool = _backend.load().expert_product(*operands, *scales)
-    return out if done else None
+    operands = [out, x, weight, bias, chosen, torch.get_num_threads()]
+    operands += [] if scale is None else [scale]
+    return out if _backend.load().expert_product(*operands) else None
 
 
 # ---- the operator of compiled programs ----

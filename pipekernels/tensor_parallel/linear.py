@@ -152,12 +152,11 @@ class ShardedLinear(LinearLayer):
         return parameters
 
     def _operands(self) -> tuple[Weight, Tensor | None]:
-        # Asking the module takes longer, but knows what a parametrization or a mask has replaced.
-        own = self._parameters
-        names = "weight", "bias"
-        pair: Any = [own[name] if name in own else getattr(self, name) for name in names]
-        weight, bias = pair
-        return DenseWeight(weight.t() if self.is_transposed else weight), bias
+        own: Any = self._parameters
+        if "weight" not in own or "bias" not in own:  # Computed by a parametrization or a mask.
+            own = {"weight": self.weight, "bias": self.bias}
+        weight = own["weight"]
+        return DenseWeight(weight.t() if self.is_transposed else weight), own["bias"]
 
     def _check_input(self, x: Tensor, weight: Tensor, features: int) -> None:
         # First, what takes the least time on the way to a few rows.

@@ -57,10 +57,9 @@ class SlicedWeight:
         self, kernel: Callable[..., bool], x: Tensor, option: Any, dtype: torch.dtype
     ) -> Tensor | None:
         """The result of the ``kernel`` for few rows, or None where it does not apply."""
-        few = x.numel() <= _backend.load().FEW_ROWS * x.shape[-1]
-        if not few or type(x) is not Tensor or not x.is_cpu or is_observed():
-            return None
-        if torch.is_autocast_enabled("cpu"):
+        is_few = x.numel() <= _backend.load().FEW_ROWS * x.shape[-1]
+        is_plain = type(x) is Tensor and x.is_cpu and not is_observed()
+        if not is_few or not is_plain or torch.is_autocast_enabled("cpu"):
             return None
         out = x.new_empty((*x.shape[:-1], len(self.tensor)), dtype=dtype)
         return out if kernel(out, x, self.tensor, option, torch.get_num_threads()) else None
@@ -94,9 +93,8 @@ def product_by_rows(
     product = k_slice_gemm(a, b, bias)
     if product is not None:
         return product
-    if bias is None:
-        return torch.cat([a @ b[part].t() for part in parts], 1)
-    return torch.cat([functional.linear(a, b[part], bias[part]) for part in parts], 1)
+    own = [(b[part], None if bias is None else bias[part]) for part in parts]
+    return torch.cat([functional.linear(a, *each) for each in own], 1)
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
