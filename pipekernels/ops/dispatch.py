@@ -4,10 +4,8 @@ leave out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,24 +35,6 @@ def has_derivatives(tensors: Iterable[Tensor]) -> bool:
 def is_observed() -> bool:
     """Whether a compiler, a dispatch mode or the profiler records which operations are called."""
     return torch.compiler.is_compiling() or dispatch_mode_count() > 0 or is_profiler_enabled()
-
-
-def as_autocast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """In the dtype that autocast, if on, has for linear layers."""
-    first = tensors[0]
-    device = "cpu" if first.is_cpu else first.device.type  # The latter takes longer.
-    if first.is_meta or not torch.is_autocast_enabled(device):  # Which raises for "meta".
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    casts = [t.is_floating_point() and t.dtype != torch.float64 for t in tensors]
-    return [t.to(dtype) if cast else t for t, cast in zip(tensors, casts, strict=True)]
-
-
-def exactly(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A context in which products have the dtypes of their operands, whatever autocast says."""
-    device = tensor.device.type
-    enabled = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
 def deny_tangents(name: str, tensors: Iterable[Tensor]) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipekernels import _backend
-from pipekernels.ops.dispatch import exactly, has_derivatives, is_observed
+from pipekernels.device.autocast import exactly
+from pipekernels.ops.dispatch import has_derivatives, is_observed
 from pipekernels.ops.weights import Weight, weight_of
 
 FEW_ROWS = 4

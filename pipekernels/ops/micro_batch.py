@@ -45,12 +45,10 @@ def _new_wholes(
     micro_batches: Sequence[Tensor], tensors: int, dim: int, dtype: torch.dtype | None
 ) -> list[Tensor]:
     batch = sum([part.shape[dim] for part in micro_batches[::tensors]])
-    wholes = []
-    for part in micro_batches[:tensors]:
-        shape = list(part.shape)
-        shape[dim] = batch
-        wholes.append(_new_like(part, dtype)(*shape))
-    return wholes
+    return [
+        _new_like(part, dtype)(*part.shape[:dim], batch, *part.shape[dim + 1 :])
+        for part in micro_batches[:tensors]
+    ]
 
 
 class _Function(torch.autograd.Function):

@@ -39,9 +39,9 @@ from torch.nn import functional
 
 from pipekernels.comm import Communicator
 from pipekernels.comm.tensors import check_rows
+from pipekernels.device.autocast import as_autocast
 from pipekernels.ops.collectives import all_gather, all_reduce
 from pipekernels.ops.dispatch import (
-    as_autocast,
     can_skip_dispatcher,
     check_differentiated_once,
     has_derivatives,

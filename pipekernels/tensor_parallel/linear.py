@@ -327,7 +327,9 @@ class RowParallelLinear(ShardedLinear):
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce
 
-    forward = forward_row
+    def forward(self, x: Tensor) -> Any:
+        """Apply the layer to ``x``: see the class for the shapes."""
+        return forward_row(self, x)
 
     def _check_gradients(self, _: Tensor) -> None:
         if not self._gradients_are_checked:
@@ -402,7 +404,9 @@ class ColumnParallelLinear(ShardedLinear):
         self.is_shared = len(set(self.shards)) < comm.world_size
         self._own_blocks = [size for _, size in self.spans("weight")]
 
-    forward = forward_column
+    def forward(self, x: Tensor) -> Any:
+        """Apply the layer to ``x``: see the class for the shapes."""
+        return forward_column(self, x)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather_output={self.gather_output}"

@@ -69,9 +69,10 @@ class Weight(abc.ABC):
 
     def sum_of_products(self, x: Tensor, comm: Communicator, scatter: bool) -> Tensor:
         """:meth:`row_linear` without the operator."""
-        if x.is_cpu and not scatter and x.numel() <= _backend.load().FEW_ROWS * x.shape[-1]:
+        is_few = x.is_cpu and x.numel() <= _backend.load().FEW_ROWS * x.shape[-1]
+        if is_few and not (scatter and self.scale is None):  # Those are the library's.
             few: Tensor = torch.ops.pipekernels.linear(x, self.tensor, self.scale, None)
-            return comm.all_reduce(few)
+            return comm.reduce_scatter(few) if scatter else comm.all_reduce(few)
         # In memory that the peers read in place, so that the sum needs no copy.
         out = comm.output((*x.shape[:-1], self.tensor.shape[0]), x)
         self.product_into(as_matrix(out), as_matrix(x))

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipekernels.comm import Communicator
-from pipekernels.ops.dispatch import as_autocast, can_skip_dispatcher
+from pipekernels.device.autocast import as_autocast
+from pipekernels.ops.dispatch import can_skip_dispatcher
 from pipekernels.ops.weights.base import Weight, is_emulated
 
 

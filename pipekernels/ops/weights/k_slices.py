@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipekernels import _backend
-from pipekernels.ops.dispatch import exactly, is_observed
+from pipekernels.device.autocast import exactly
+from pipekernels.ops.dispatch import is_observed
 from pipekernels.ops.gemm_choice import gpu_of, has_triton, tf32_allowed
 from pipekernels.triton_kernels.config import SLAB_BLOCKS, precision_of
 

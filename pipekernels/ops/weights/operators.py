@@ -58,8 +58,7 @@ def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tens
 
     # The extension passes tensors as capsules, and takes the result as one.
     def call(*arguments: Any) -> Any:
-        numbers = (int, type(None))
-        values = [a if isinstance(a, numbers) else tensors_of([a])[0] for a in arguments]
+        values = [a if isinstance(a, int | None) else tensors_of([a])[0] for a in arguments]
         return reference_to(kernel(*values))
 
     name = schema.partition("(")[0]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pipekernels.comm import Communicator
-from pipekernels.ops.dispatch import as_autocast, check_differentiated_once, exactly
+from pipekernels.device.autocast import as_autocast, exactly
+from pipekernels.ops.dispatch import check_differentiated_once
 from pipekernels.ops.gemm import as_matrix
 from pipekernels.ops.weights.k_slices import (
     SlicedWeight,
