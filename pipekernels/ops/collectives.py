@@ -126,8 +126,7 @@ def _register(
         return backward(grad, comm, *ctx.arguments), None, *[None for _ in ctx.arguments]
 
     # CompositeExplicitAutograd: one kernel for all devices, below autograd.
-    kernel_of_handle = of_handle(kernel)
-    torch.library.impl(qualified, "CompositeExplicitAutograd", kernel_of_handle, lib=_library)
+    torch.library.impl(qualified, "CompositeExplicitAutograd", of_handle(kernel), lib=_library)
     torch.library.register_fake(qualified, of_handle(fake), lib=_library)
     torch.library.register_autograd(qualified, differentiate, setup_context=setup, lib=_library)
     registered = getattr(torch.ops.pipekernels, name).default

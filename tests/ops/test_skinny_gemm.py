@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipekernels import _backend
+from pipekernels.ops.weights.base import FEW_ROWS
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -80,6 +81,10 @@ def test_slabs_have_the_same_bits_in_one_call_or_in_several(
             if calls <= slabs:
                 assert torch.equal(tree(0, inner, slabs, calls), whole), (slabs, calls)
     assert torch.equal(partial(0, inner, 1).to(dtype), linear(x, weight))
+
+
+def test_layers_know_how_many_rows_are_few() -> None:
+    assert _backend.load().FEW_ROWS == FEW_ROWS
 
 
 def test_rows_do_not_depend_on_threads_or_other_rows(one_thread: None) -> None:

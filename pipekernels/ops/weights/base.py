@@ -8,10 +8,12 @@ import functools
 import torch
 from torch import Tensor
 
-from pipekernels import _backend
 from pipekernels.comm import Communicator
 from pipekernels.comm.collectives import sum_of_outputs
 from pipekernels.ops.gemm import as_matrix
+
+FEW_ROWS = 4
+"""Rows up to which reading the weight takes the most time: the most that the kernels take."""
 
 BLOCK = 1 << 19
 """Elements of a weight that are widened at a time."""
@@ -69,7 +71,7 @@ class Weight(abc.ABC):
 
     def sum_of_products(self, x: Tensor, comm: Communicator, scatter: bool) -> Tensor:
         """:meth:`row_linear` without the operator."""
-        is_few = x.is_cpu and x.numel() <= _backend.load().FEW_ROWS * x.shape[-1]
+        is_few = x.is_cpu and x.numel() <= FEW_ROWS * x.shape[-1]
         if is_few and not (scatter and self.scale is None):  # Those are the library's.
             few: Tensor = torch.ops.pipekernels.linear(x, self.tensor, self.scale, None)
             return comm.reduce_scatter(few) if scatter else comm.all_reduce(few)

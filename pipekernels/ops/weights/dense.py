@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from pipekernels.comm import Communicator
 from pipekernels.device.autocast import as_autocast
-from pipekernels.ops.dispatch import can_skip_dispatcher
-from pipekernels.ops.weights.base import Weight, is_emulated
+from pipekernels.ops.dispatch import can_skip_dispatcher, is_observed
+from pipekernels.ops.weights.base import FEW_ROWS, Weight, is_emulated
 
 
 class DenseWeight(Weight):
@@ -28,17 +28,22 @@ class DenseWeight(Weight):
             and x.is_cpu
             and not torch.is_autocast_enabled("cpu")
         ):
+            if self._has_many(x) and not is_observed():
+                return self.product(x, bias)  # For which an operator takes some microseconds more.
             result: Tensor = torch.ops.pipekernels.linear(x, weight, None, bias)
             return result
         return functional.linear(x, weight, bias)
 
     def row_linear(self, x: Tensor, comm: Communicator, scatter: bool) -> Tensor:
-        x, weight = as_autocast((x, self.tensor))
-        own = self if weight is self.tensor else DenseWeight(weight)
-        # On GPUs the dispatcher takes as long as a small product.
-        if x.is_cuda and can_skip_dispatcher([x, weight]):
+        weight, own = self.tensor, self
+        if not x.is_cpu or torch.is_autocast_enabled("cpu"):
+            x, weight = as_autocast((x, weight))
+            own = DenseWeight(weight)
+        if self._has_many(x) and can_skip_dispatcher([x, weight]):
             return own.sum_of_products(x, comm, scatter)
-        return Weight.row_linear(own, x, comm, scatter)
+        handle = comm.handle
+        result: Tensor = torch.ops.pipekernels.row_linear(x, weight, None, handle, scatter)
+        return result
 
     def trained(self) -> Tensor:
         return self.tensor
@@ -55,6 +60,11 @@ class DenseWeight(Weight):
             torch.mm(x, self.tensor.t(), out=out)
         else:
             torch.addmm(bias, x, self.tensor.t(), out=out)
+
+    def _has_many(self, x: Tensor) -> bool:
+        """Whether a product is not one of the kernel for few rows; a program sees when it runs."""
+        is_compiling = torch.compiler.is_compiling()
+        return not is_compiling and (x.is_cuda or x.numel() > FEW_ROWS * self.tensor.shape[-1])
 
     def _is_emulated(self, x: Tensor) -> bool:
         return x.is_cpu and x.dtype == self.tensor.dtype and is_emulated(x.dtype)

@@ -22,6 +22,7 @@ from pipekernels import _backend
 from pipekernels.device.autocast import exactly
 from pipekernels.ops.dispatch import is_observed
 from pipekernels.ops.gemm_choice import gpu_of, has_triton, tf32_allowed
+from pipekernels.ops.weights.base import FEW_ROWS
 from pipekernels.triton_kernels.config import SLAB_BLOCKS, precision_of
 
 
@@ -58,7 +59,7 @@ class SlicedWeight:
         self, kernel: Callable[..., bool], x: Tensor, option: Any, dtype: torch.dtype
     ) -> Tensor | None:
         """The result of the ``kernel`` for few rows, or None where it does not apply."""
-        is_few = x.numel() <= _backend.load().FEW_ROWS * x.shape[-1]
+        is_few = x.numel() <= FEW_ROWS * x.shape[-1]
         is_plain = type(x) is Tensor and x.is_cpu and not is_observed()
         if not is_few or not is_plain or torch.is_autocast_enabled("cpu"):
             return None

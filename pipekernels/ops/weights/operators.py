@@ -35,8 +35,7 @@ def _linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None
 def _row_linear(
     x: Tensor, weight: Tensor, scale: Tensor | None, handle: int, scatter: bool
 ) -> Tensor:
-    comm = Communicator.from_handle(handle)
-    return weight_of(weight, scale).sum_of_products(x, comm, scatter)
+    return weight_of(weight, scale).sum_of_products(x, Communicator.from_handle(handle), scatter)
 
 
 def _linear_fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
