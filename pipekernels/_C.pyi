@@ -52,9 +52,19 @@ def expert_product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    chosen: Tensor,
+    threads: int,
+    /,
+) -> bool: ...
+def integer_product(
+    out: Tensor,
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
     chosen: Tensor | None,
     threads: int,
-    scale: Tensor = ...,
     /,
 ) -> bool: ...
 def skinny_gemm_partial(

@@ -38,8 +38,10 @@ Tensor optional_tensor_of(Value value) {
   return owned == nullptr ? nullptr : tensor_of(*owned);
 }
 
+// A weight of integers has a scale, and perhaps zeros: IntegerOperands.
 struct Operands {
-  Tensor x, weight, scale, bias;
+  Tensor x, weight, scale, zero, bias;
+  int64_t columns;
 };
 
 constexpr int32_t kCpu = 0;  // A c10::DeviceType.
@@ -69,40 +71,54 @@ bool describe(const Tensor& tensor, dlpack::Tensor& described, int32_t& dtype) {
   return true;
 }
 
-// x @ weight.T, times `scale`, plus `bias`, in a new tensor that `out` describes; null for what the
-// kernels for a few rows do not take.
-Tensor few_rows(const Operands& operands, dlpack::Tensor& out) {
-  dlpack::Tensor x, weight, scale, bias;
-  int32_t dtype, other;
-  if (!describe(operands.x, x, dtype) || !describe(operands.weight, weight, other) ||
-      (operands.scale && !describe(operands.scale, scale, other)) ||
-      (operands.bias && !describe(operands.bias, bias, other)) || weight.dims != 2 || x.dims < 1 ||
-      is_transposed(x) || (operands.scale && is_transposed(weight)) ||
-      dlpack::dense_elements(x) > kMaxSkinnyRows * weight.shape[1]) {
-    return nullptr;
-  }
+// A new contiguous tensor of the sizes of `x` but for its last one, which `out` describes.
+Tensor result_like(const dlpack::Tensor& x, int32_t dtype, int64_t columns, dlpack::Tensor& out) {
   Integers sizes(x.shape, x.shape + x.dims), strides(x.dims, 1);
-  sizes.back() = weight.shape[0];
+  sizes.back() = columns;
   for (int32_t d = x.dims - 1; d > 0; --d) strides[d - 1] = strides[d] * sizes[d];
   torch_shim::Tensor made;
   require(torch_shim::aoti_torch_empty_strided(x.dims, sizes.data(), strides.data(), dtype, kCpu, 0,
                                                &made));
   Tensor result(made);
+  return describe(result, out, dtype) ? std::move(result) : nullptr;
+}
+
+// x @ weight.T plus `bias` in a new tensor that `out` describes; null for what the kernels do not
+// take. Of integers they take any number of rows, unless only `few` are asked for.
+Tensor product(const Operands& operands, bool few, dlpack::Tensor& out) {
+  dlpack::Tensor x, weight, scale, zero, bias;
+  int32_t dtype, other;
+  const auto absent = [&](const Tensor& tensor, dlpack::Tensor& described) {
+    return tensor && !describe(tensor, described, other);
+  };
+  if (!describe(operands.x, x, dtype) || absent(operands.weight, weight) ||
+      absent(operands.scale, scale) || absent(operands.zero, zero) ||
+      absent(operands.bias, bias) || x.dims < 1 || is_transposed(x)) {
+    return nullptr;
+  }
   uint32_t threads;
   require(torch_shim::torch_get_num_threads(&threads));
-  if (!describe(result, out, dtype)) return nullptr;
+  const auto* const added = operands.bias ? &bias : nullptr;
   if (operands.scale) {
-    ExpertProduct product{};
-    const auto* const added = operands.bias ? &bias : nullptr;
-    if (!read_experts({&out, &x, &weight, added, nullptr, &scale}, product)) return nullptr;
-    expert_product(product, static_cast<int>(threads));
-  } else {
-    SkinnyGemm product{};
-    if (!read_product(out, x, weight, false, product)) return nullptr;
-    if (operands.bias && !read_bias(bias, product)) return nullptr;
-    product.transposed = is_transposed(weight);
-    skinny_gemm(product, static_cast<int>(threads));
+    Tensor result = result_like(x, dtype, operands.columns, out);
+    IntegerCall call{};
+    const auto* const zeros = operands.zero ? &zero : nullptr;
+    if (!result || !read_integers({&out, &x, &weight, &scale, zeros, added, nullptr}, call) ||
+        (few && call.product.rows > kMaxSkinnyRows)) {
+      return nullptr;
+    }
+    call.run(static_cast<int>(threads));
+    return result;
   }
+  if (weight.dims != 2 || dlpack::dense_elements(x) > kMaxSkinnyRows * weight.shape[1]) {
+    return nullptr;
+  }
+  Tensor result = result_like(x, dtype, weight.shape[0], out);
+  SkinnyGemm dense{};
+  if (!result || !read_product(out, x, weight, false, dense)) return nullptr;
+  if (operands.bias && !read_bias(bias, dense)) return nullptr;
+  dense.transposed = is_transposed(weight);
+  skinny_gemm(dense, static_cast<int>(threads));
   return result;
 }
 
@@ -113,7 +129,8 @@ Tensor by_python(const char* name, Operands& operands, const Arguments&... other
   const auto capsule = [](Tensor& each) { return py::cast(static_cast<void*>(each.release())); };
   const py::object kernel = py::reinterpret_borrow<py::dict>(python_kernels)[name];
   const py::object result =
-      kernel(capsule(operands.x), capsule(operands.weight), capsule(operands.scale), others...);
+      kernel(capsule(operands.x), capsule(operands.weight), capsule(operands.scale),
+             capsule(operands.zero), others...);
   return Tensor(static_cast<torch_shim::Tensor>(result.cast<void*>()));
 }
 
@@ -133,15 +150,17 @@ Value guarded(const Body& body) {
   }
 }
 
-// linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias) -> Tensor
+// linear(Tensor x, Tensor weight, Tensor? scale, Tensor? zero, Tensor? bias, int columns) -> Tensor
 void linear(Value* values, uint64_t, uint64_t) {
-  Operands operands{tensor_of(values[0]), tensor_of(values[1]), optional_tensor_of(values[2]),
-                    optional_tensor_of(values[3])};
+  Operands operands{tensor_of(values[0]),          tensor_of(values[1]),
+                    optional_tensor_of(values[2]), optional_tensor_of(values[3]),
+                    optional_tensor_of(values[4]), static_cast<int64_t>(values[5])};
   values[0] = guarded([&] {
     dlpack::Tensor out;
-    Tensor result = few_rows(operands, out);
+    Tensor result = product(operands, false, out);
     return result ? std::move(result)
-                  : by_python("linear", operands, static_cast<void*>(operands.bias.release()));
+                  : by_python("linear", operands, static_cast<void*>(operands.bias.release()),
+                              operands.columns);
   });
 }
 
@@ -155,16 +174,22 @@ std::shared_ptr<Communicator> native_communicator(int64_t handle) {
   return is_native ? communicator : nullptr;
 }
 
-// row_linear(Tensor x, Tensor weight, Tensor? scale, int comm, bool scatter) -> Tensor
+// row_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? zero, int columns, int comm,
+//            bool scatter) -> Tensor
 void row_linear(Value* values, uint64_t, uint64_t) {
-  Operands operands{tensor_of(values[0]), tensor_of(values[1]), optional_tensor_of(values[2]), {}};
-  const auto handle = static_cast<int64_t>(values[3]);
-  const bool scatter = values[4] & 1;
+  Operands operands{tensor_of(values[0]),
+                    tensor_of(values[1]),
+                    optional_tensor_of(values[2]),
+                    optional_tensor_of(values[3]),
+                    nullptr,
+                    static_cast<int64_t>(values[4])};
+  const auto handle = static_cast<int64_t>(values[5]);
+  const bool scatter = values[6] & 1;
   values[0] = guarded([&] {
     dlpack::Tensor out;
     const auto communicator = scatter ? nullptr : native_communicator(handle);
-    Tensor result = communicator ? few_rows(operands, out) : nullptr;
-    if (!result) return by_python("row_linear", operands, handle, scatter);
+    Tensor result = communicator ? product(operands, true, out) : nullptr;
+    if (!result) return by_python("row_linear", operands, operands.columns, handle, scatter);
     uint32_t shape;
     {
       const py::gil_scoped_acquire gil;

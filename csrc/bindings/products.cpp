@@ -13,6 +13,7 @@
 #include "pipekernels/host/dlpack.h"
 #include "pipekernels/host/dlpack_tensor.h"
 #include "pipekernels/products/expert_product.h"
+#include "pipekernels/products/integer_product.h"
 #include "pipekernels/products/skinny_gemm.h"
 #include "tensor.h"
 
@@ -29,8 +30,8 @@ const std::byte* address_of(const dlpack::Tensor& tensor) {
   return static_cast<const std::byte*>(tensor.data) + tensor.offset;
 }
 
-bool is_int8(const dlpack::Tensor& tensor) {
-  return tensor.type_code == dlpack::kInt && tensor.type_bits == 8 && tensor.type_lanes == 1;
+bool is_uint8(const dlpack::Tensor& tensor) {
+  return tensor.type_code == dlpack::kUnsigned && tensor.type_bits == 8 && tensor.type_lanes == 1;
 }
 
 DType partial_dtype(DType dtype) {
@@ -143,36 +144,22 @@ PyObject* skinny_gemm_partial(PyObject*, PyObject* const* arguments, Py_ssize_t 
 }  // namespace
 
 bool read_experts(const ExpertOperands& operands, ExpertProduct& product) {
-  const auto [out, x, weight, bias, chosen, scale] = operands;
-  const bool is_single = chosen == nullptr;
+  const auto [out, x, weight, bias, chosen] = operands;
   const int dtype = dtype_of(*x);
   if (dtype < 0 || !is_floating(static_cast<DType>(dtype)) || dtype_of(*out) != dtype ||
-      !(scale == nullptr ? dtype_of(*weight) == dtype : is_int8(*weight)) ||
-      !(is_single || dtype_of(*chosen) == static_cast<int>(DType::kInt64)) ||
-      (is_single && scale == nullptr) || weight->dims != (is_single ? 2 : 3) || x->dims < 1) {
+      dtype_of(*weight) != dtype || dtype_of(*chosen) != static_cast<int>(DType::kInt64) ||
+      weight->dims != 3 || x->dims < 1) {
     return false;
   }
-  if (scale != nullptr) {
-    const bool is_supported =
-        dtype == static_cast<int>(DType::kFloat32) || dtype == static_cast<int>(DType::kBFloat16);
-    if (!is_supported || dtype_of(*scale) != static_cast<int>(DType::kFloat32) ||
-        dlpack::dense_elements(*scale) * weight->shape[weight->dims - 1] !=
-            dlpack::dense_elements(*weight)) {
-      return false;
-    }
-    product.scales = reinterpret_cast<const float*>(address_of(*scale));
-  }
   product.dtype = static_cast<DType>(dtype);
-  static constexpr int64_t kFirst[kMaxSkinnyRows] = {};
-  product.experts = is_single ? 1 : weight->shape[0];
-  product.columns = weight->shape[weight->dims - 2];
-  product.inner = weight->shape[weight->dims - 1];
+  product.experts = weight->shape[0];
+  product.columns = weight->shape[1];
+  product.inner = weight->shape[2];
   if (product.columns < 1 || product.inner < 1) return false;
   product.rows = dlpack::dense_elements(*x) / product.inner;
-  product.pairs = is_single ? product.rows : dlpack::dense_elements(*chosen);
-  product.chosen = is_single ? kFirst : reinterpret_cast<const int64_t*>(address_of(*chosen));
-  if (product.pairs < 1 || (is_single && product.rows > kMaxSkinnyRows) ||
-      x->shape[x->dims - 1] != product.inner ||
+  product.pairs = dlpack::dense_elements(*chosen);
+  product.chosen = reinterpret_cast<const int64_t*>(address_of(*chosen));
+  if (product.pairs < 1 || x->shape[x->dims - 1] != product.inner ||
       dlpack::dense_elements(*out) != product.pairs * product.columns) {
     return false;
   }
@@ -189,40 +176,125 @@ bool read_experts(const ExpertOperands& operands, ExpertProduct& product) {
   return product.rows >= 1 && product.pairs % product.rows == 0;
 }
 
+bool read_integers(const IntegerOperands& operands, IntegerCall& call) {
+  const auto [out, x, values, scales, zeros, bias, chosen] = operands;
+  const int dtype = dtype_of(*x), scale_dtype = dtype_of(*scales), first = chosen != nullptr;
+  if ((dtype != static_cast<int>(DType::kFloat32) && dtype != static_cast<int>(DType::kBFloat16)) ||
+      dtype_of(*out) != dtype || scale_dtype < 0 || !is_uint8(*values) || x->dims < 1 ||
+      out->dims < 1 || values->dims != first + 3 || scales->dims != first + 3) {
+    return false;
+  }
+  IntegerMatrix& matrix = call.matrix;
+  matrix.values = reinterpret_cast<const uint8_t*>(address_of(*values));
+  matrix.scales = address_of(*scales);
+  matrix.columns = out->shape[out->dims - 1];
+  matrix.inner = x->shape[x->dims - 1];
+  matrix.scale_dtype = static_cast<DType>(scale_dtype);
+  constexpr int64_t kBlockBytes = kIntegerBlock * kIntegerTile;
+  matrix.bits = values->shape[first + 2] == kBlockBytes ? 8 : 4;
+  const int64_t groups = scales->shape[first + 1], blocks = values->shape[first + 1];
+  if (matrix.columns < 1 || matrix.inner < 1 || groups < 1 || blocks % groups != 0 ||
+      values->shape[first + 2] != kBlockBytes * matrix.bits / 8 || blocks != matrix.blocks() ||
+      values->shape[first] != matrix.tiles() || scales->shape[first] != matrix.tiles() ||
+      scales->shape[first + 2] != kIntegerTile) {
+    return false;
+  }
+  matrix.group = blocks / groups * kIntegerBlock;
+  call.experts = first ? values->shape[0] : 1;
+  if (zeros != nullptr) {
+    if (!is_uint8(*zeros) || dlpack::dense_elements(*zeros) != dlpack::dense_elements(*scales)) {
+      return false;
+    }
+    matrix.zeros = reinterpret_cast<const uint8_t*>(address_of(*zeros));
+  }
+  IntegerProduct& product = call.product;
+  product.dtype = static_cast<DType>(dtype);
+  product.rows = dlpack::dense_elements(*x) / matrix.inner;
+  product.out = const_cast<std::byte*>(address_of(*out));
+  product.x = address_of(*x);
+  call.pairs = product.rows;
+  if (first) {
+    if (dtype_of(*chosen) != static_cast<int>(DType::kInt64)) return false;
+    call.chosen = reinterpret_cast<const int64_t*>(address_of(*chosen));
+    call.pairs = dlpack::dense_elements(*chosen);
+  }
+  if (bias != nullptr) {
+    if (dtype_of(*bias) != dtype ||
+        dlpack::dense_elements(*bias) != call.experts * matrix.columns) {
+      return false;
+    }
+    product.bias = address_of(*bias);
+  }
+  return product.rows >= 1 && call.pairs % product.rows == 0 &&
+         dlpack::dense_elements(*scales) == call.experts * matrix.tiles() * groups * kIntegerTile &&
+         dlpack::dense_elements(*out) == call.pairs * matrix.columns;
+}
+
+void IntegerCall::run(int threads) const {
+  if (chosen == nullptr) {
+    integer_product(product, matrix, threads);
+  } else {
+    integer_expert_product(product, matrix, chosen, pairs, experts, threads);
+  }
+}
+
 namespace {
 
-// expert_product(out, x, weight, bias, chosen, threads[, scale]) -> bool
-//
-// out[p] = weight[chosen[p]] @ x[row of p] + bias[chosen[p]]; with `scale`, weight * scale in place
-// of an int8 weight. It does nothing and returns False unless read_experts().
-PyObject* expert_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 6 && count != 7) {
-    PyErr_SetString(PyExc_TypeError, "expected (out, x, weight, bias, chosen, threads[, scale])");
+// Calls a product of kTensors operands, of which those after the third may be None, and threads:
+// `body(operands, threads)` says whether it applied. False also for operands without a description.
+template <int kTensors, class Body>
+PyObject* call_experts(PyObject* const* arguments, Py_ssize_t count, const Body& body) {
+  if (count != kTensors + 1) {
+    PyErr_Format(PyExc_TypeError, "expected %d tensors and the number of threads", kTensors);
     return nullptr;
   }
   return guarded([&]() -> PyObject* {
-    dlpack::Tensor described[6];
-    const dlpack::Tensor* given[6] = {};
-    PyObject* const scale = count == 7 ? arguments[6] : Py_None;
-    PyObject* const operands[6] = {arguments[0], arguments[1], arguments[2],
-                                   arguments[3], arguments[4], scale};
-    for (int i = 0; i < 6; ++i) {
-      if (i >= 3 && operands[i] == Py_None) continue;
-      if (!describe_dense(operands[i], described[i])) Py_RETURN_FALSE;
-      given[i] = &described[i];
+    dlpack::Tensor described[kTensors];
+    const dlpack::Tensor* operands[kTensors] = {};
+    for (int i = 0; i < kTensors; ++i) {
+      if (i >= 3 && arguments[i] == Py_None) continue;
+      if (!describe_dense(arguments[i], described[i])) Py_RETURN_FALSE;
+      operands[i] = &described[i];
     }
-    ExpertProduct product{};
-    if (!read_experts({given[0], given[1], given[2], given[3], given[4], given[5]}, product)) {
-      Py_RETURN_FALSE;
-    }
-    const long threads = PyLong_AsLong(arguments[5]);
+    const long threads = PyLong_AsLong(arguments[kTensors]);
     if (threads == -1 && PyErr_Occurred()) return nullptr;
-    {
-      const NoGil no_gil;
-      pipekernels::expert_product(product, static_cast<int>(threads));
-    }
+    if (!body(operands, static_cast<int>(threads))) Py_RETURN_FALSE;
     mark_changed(arguments[0]);
     Py_RETURN_TRUE;
+  });
+}
+
+// expert_product(out, x, weight, bias, chosen, threads) -> bool
+//
+// out[p] = weight[chosen[p]] @ x[row of p] + bias[chosen[p]]. It does nothing and returns False
+// unless read_experts().
+PyObject* expert_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return call_experts<5>(arguments, count, [](const dlpack::Tensor* const* given, int threads) {
+    ExpertProduct product{};
+    if (given[4] == nullptr ||
+        !read_experts({given[0], given[1], given[2], given[3], given[4]}, product)) {
+      return false;
+    }
+    const NoGil no_gil;
+    pipekernels::expert_product(product, threads);
+    return true;
+  });
+}
+
+// integer_product(out, x, values, scales, zeros, bias, chosen, threads) -> bool
+//
+// The same of integers, or of one matrix of them if `chosen` is None; unless read_integers().
+PyObject* integer_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return call_experts<7>(arguments, count, [](const dlpack::Tensor* const* given, int threads) {
+    IntegerCall call{};
+    if (given[3] == nullptr ||
+        !read_integers({given[0], given[1], given[2], given[3], given[4], given[5], given[6]},
+                       call)) {
+      return false;
+    }
+    const NoGil no_gil;
+    call.run(threads);
+    return true;
   });
 }
 
@@ -245,6 +317,7 @@ void bind_products(py::module_& m) {
   define<&skinny_gemm>(m, "skinny_gemm");
   define<&skinny_gemm_partial>(m, "skinny_gemm_partial");
   define<&expert_product>(m, "expert_product");
+  define<&integer_product>(m, "integer_product");
 }
 
 }  // namespace pipekernels::python

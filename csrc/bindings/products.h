@@ -4,6 +4,7 @@
 
 #include "pipekernels/host/dlpack.h"
 #include "pipekernels/products/expert_product.h"
+#include "pipekernels/products/integer_product.h"
 #include "pipekernels/products/skinny_gemm.h"
 
 namespace pipekernels::python {
@@ -16,10 +17,26 @@ bool read_product(const dlpack::Tensor& out, const dlpack::Tensor& x, const dlpa
 bool read_bias(const dlpack::Tensor& bias, SkinnyGemm& product);
 
 struct ExpertOperands {
-  const dlpack::Tensor *out, *x, *weight, *bias, *chosen, *scale;
+  const dlpack::Tensor *out, *x, *weight, *bias, *chosen;
 };
 
-// The weight is of int8 if there is a scale; then without `chosen` it is one matrix for a few rows.
 bool read_experts(const ExpertOperands& operands, ExpertProduct& product);
+
+// `values` are uint8, [tiles, blocks, 512 or 256], and `scales` and `zeros` [tiles, groups, 16], as
+// IntegerMatrix has them; with `chosen`, which is int64, all have experts as their first dimension.
+struct IntegerOperands {
+  const dlpack::Tensor *out, *x, *values, *scales, *zeros, *bias, *chosen;
+};
+
+struct IntegerCall {
+  IntegerProduct product;
+  IntegerMatrix matrix;
+  const int64_t* chosen;  // null: one matrix
+  int64_t pairs, experts;
+
+  void run(int threads) const;
+};
+
+bool read_integers(const IntegerOperands& operands, IntegerCall& call);
 
 }  // namespace pipekernels::python

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from pipekernels.ops.weights.integers import TILE
+
 _HUGE_PAGE = 2 << 20  # bytes
 
 
@@ -53,28 +55,39 @@ def join_products(graph: fx.Graph, inputs: list[Any]) -> list[list[int]]:
     # By input, and by whether they have scales and biases.
     alike: dict[Any, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=product):
-        x, *operands = node.args
+        x, *operands, _ = node.args
         alike.setdefault((x, *(each is None for each in operands)), []).append(node)
     groups = []
     for nodes in alike.values():
-        # Weights, scales and biases: each column can be joined if nothing else uses them.
-        columns = [each for each in zip(*(node.args[1:] for node in nodes), strict=True) if each[0]]
+        # Weights, scales and so on: each column can be joined if nothing else uses them.
+        *columns, sizes = zip(*(node.args[1:] for node in nodes), strict=True)
+        columns = [each for each in columns if each[0]]
         are_own = all(each in places and len(each.users) == 1 for each in chain(*columns))
-        if len(nodes) == 1 or not are_own:
+        if len(nodes) == 1 or not are_own or not _fit(columns, sizes, inputs, places):
             continue
-        sizes = [inputs[places[weight]].shape[0] for weight in columns[0]]
         for column in columns:
             group = [places[each] for each in column]
             inputs[group[0]] = torch.cat([inputs[place] for place in group])
             groups.append(group)
         with graph.inserting_before(nodes[0]):
-            y = graph.call_function(product, nodes[0].args)
+            y = graph.call_function(product, (*nodes[0].args[:-1], sum(sizes)))
             for node, size, end in zip(nodes, sizes, accumulate(sizes), strict=True):
                 part = graph.call_function(torch.narrow, (y, -1, end - size, size))
                 node.replace_all_uses_with(graph.call_method("contiguous", (part,)))
         for node in nodes:
             graph.erase_node(node)
     return groups
+
+
+def _fit(
+    columns: Sequence[Any], sizes: Sequence[int], inputs: list[Any], places: dict[fx.Node, int]
+) -> bool:
+    """Whether tensors that follow each other are one. Those of integers end with whole tiles."""
+    shapes = [{inputs[places[each]].shape[1:] for each in column} for column in columns]
+    are_tiles = len(columns) > 1 and inputs[places[columns[0][0]]].dim() == 3
+    return all(len(each) == 1 for each in shapes) and not (
+        are_tiles and any(size % TILE for size in sizes[:-1])
+    )
 
 
 class Memory:

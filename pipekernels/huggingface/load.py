@@ -113,10 +113,7 @@ class _Target(NamedTuple):
             whole: Tensor = file[...]
             return whole
         layer, name = self.shard
-        dim, parts = layer.shard_dim(name), []
-        for start, size in layer.spans(name):
-            parts.append(file[(slice(None),) * dim + (slice(start, start + size),)])
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return layer.part(name, file)
 
     def put(self, value: Tensor, device: torch.device | str) -> None:
         """Set the value; on the meta device, by a new tensor with memory of its own."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.int8 import Int8Experts, Int8Linear
+from pipekernels.tensor_parallel.integers import IntegerExperts, IntegerLinear
 from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_layers, sharded_parameters
 from pipekernels.tensor_parallel.state import gather_state_dict
 
@@ -81,9 +81,9 @@ def save_pretrained(
 ) -> None:
     """Save the full weights. A collective: rank 0 writes, the others wait for it."""
     for layer in sharded_layers(model):
-        if isinstance(layer, Int8Linear | Int8Experts):
+        if isinstance(layer, IntegerLinear | IntegerExperts):
             raise TypeError(
-                f"{layer.name!r} has int8 weights, which transformers' files do not hold; call "
+                f"{layer.name!r} has weights of integers, which this does not write; call "
                 "tensor_unparallelize() first, or save full_state_dict(model)"
             )
     comms = communicators(model)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from pipekernels import _backend
 from pipekernels.device.autocast import exactly
 from pipekernels.ops.dispatch import has_derivatives, is_observed
-from pipekernels.ops.weights import Weight, weight_of
+from pipekernels.ops.weights import IntegerWeight, Weight, weight_of
 
 FEW_ROWS = 4
 """Mean number of rows of an expert up to which reading its weight takes the most time."""
@@ -35,21 +35,19 @@ def expert_linear(x: Tensor, weights: Weight, bias: Tensor | None, rows: Tensor)
     """
     if weights.scale is None and x.is_cuda and takes_groups(x, weights.tensor):
         return grouped_linear(x, weights.tensor, bias, rows)
-    operands = weights.tensor, weights.scale, bias
+    if isinstance(weights, IntegerWeight):
+        if has_derivatives((x,)):
+            weights.trained()  # Raises.
+        experts = torch.arange(len(rows), device=rows.device).repeat_interleave(rows)
+        return weights.chosen_product(x, bias, experts.unsqueeze(1)).squeeze(1)
     # The backward of unbind() joins the gradients of all experts; unused ones have zeros.
-    columns = ([None] * len(rows) if each is None else each.unbind() for each in operands)
-    parts = list(zip(x.split(rows.tolist()), *columns, strict=True))
+    biases = [None] * len(rows) if bias is None else bias.unbind()
+    parts = list(zip(x.split(rows.tolist()), weights.tensor.unbind(), biases, strict=True))
     with exactly(x):
         return torch.cat(
-            [_product(*part) for part in parts if len(part[0])] or [_product(*parts[0])]
+            [functional.linear(*part) for part in parts if len(part[0])]
+            or [functional.linear(*parts[0])]
         )
-
-
-def _product(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    own = weight_of(weight, scale)
-    if scale is None or has_derivatives((x,)):
-        return functional.linear(x, own.trained(), bias)
-    return own.product(x, bias)
 
 
 def takes_groups(x: Tensor, weight: Tensor) -> bool:
@@ -80,7 +78,7 @@ def few_rows_expert_linear(
     floating dtype, without autograd.
 
     Args:
-        x: ``[rows, k]``; float32 or bfloat16 with weights of int8.
+        x: ``[rows, k]``.
         weights: ``[experts, n, k]``.
         bias: ``[experts, n]``.
         chosen: int64, ``[rows, count]``.
@@ -91,45 +89,57 @@ def few_rows_expert_linear(
     Raises:
         ValueError: an expert is outside of ``0..experts - 1``.
     """
-    weight, scale = weights.tensor, weights.scale
+    weight, scale, columns = weights.tensor, weights.scale, weights.columns
     is_compiling = torch.compiler.is_compiling()
-    is_plain = type(x) is Tensor and x.is_cpu and (is_compiling or not is_observed())
-    is_cast = scale is None and torch.is_autocast_enabled("cpu")
-    if not is_plain or is_cast or chosen.numel() > FEW_ROWS * weight.shape[0]:
+    if type(x) is not Tensor or not x.is_cpu or (is_observed() and not is_compiling):
+        return None
+    # Of integers the kernel takes any number of rows.
+    has_many = chosen.numel() > FEW_ROWS * weight.shape[0]
+    if scale is None and (has_many or torch.is_autocast_enabled("cpu")):
         return None
     if has_derivatives((x, weight) if bias is None else (x, weight, bias)):
         return None
     if is_compiling:
-        result: Tensor = torch.ops.pipekernels.chosen_experts(x, weight, bias, chosen, scale)
+        operands = x, weight, scale, weights.zero, bias, chosen, columns
+        result: Tensor = torch.ops.pipekernels.chosen_experts(*operands)
         return result
-    out = x.new_empty((*chosen.shape, weight.shape[1]))
-    operands = [out, x, weight, bias, chosen, torch.get_num_threads()]
-    operands += [] if scale is None else [scale]
-    return out if _backend.load().expert_product(*operands) else None
+    if isinstance(weights, IntegerWeight):
+        return weights.chosen_product(x, bias, chosen)
+    out = x.new_empty((*chosen.shape, columns))
+    threads = torch.get_num_threads()
+    done: bool = _backend.load().expert_product(out, x, weight, bias, chosen, threads)
+    return out if done else None
 
 
 # ---- the operator of compiled programs ----
 
 
 def _chosen_experts(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, scale: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    chosen: Tensor,
+    columns: int,
 ) -> Tensor:
-    y = few_rows_expert_linear(x, weight_of(weight, scale), bias, chosen)
+    y = few_rows_expert_linear(x, weight_of(weight, columns, scale, zero), bias, chosen)
     if y is not None:
         return y
     # Of memory or dtypes that the kernel does not take.
-    matrices = weight[chosen] if scale is None else weight[chosen] * scale[chosen].unsqueeze(-1)
-    y = (matrices.to(x.dtype) @ x[:, None, :, None]).squeeze(-1)
+    y = (weight[chosen].to(x.dtype) @ x[:, None, :, None]).squeeze(-1)
     return y if bias is None else y + bias[chosen]
 
 
-def _chosen_experts_fake(x: Tensor, weight: Tensor, _: Any, chosen: Tensor, __: Any) -> Tensor:
-    return x.new_empty((*chosen.shape, weight.shape[1]))
+def _chosen_experts_fake(x: Tensor, *others: Any) -> Tensor:
+    *_, chosen, columns = others
+    return x.new_empty((*chosen.shape, columns))
 
 
 _library = torch.library.Library("pipekernels", "FRAGMENT")
 _library.define(
-    "chosen_experts(Tensor x, Tensor weight, Tensor? bias, Tensor chosen, Tensor? scale) -> Tensor"
+    "chosen_experts(Tensor x, Tensor weight, Tensor? scale, Tensor? zero, Tensor? bias, "
+    "Tensor chosen, int columns) -> Tensor"
 )
 _library.impl("chosen_experts", _chosen_experts, "CompositeExplicitAutograd")
 torch.library.register_fake("pipekernels::chosen_experts", _chosen_experts_fake, lib=_library)

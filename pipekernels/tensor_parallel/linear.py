@@ -200,7 +200,7 @@ def forward_row(layer: Any, x: Tensor) -> Any:
         check_data_parallel(comm)
     weight, bias = layer._operands()
     is_parallel, scatter = layer.input_is_parallel, layer.reduce == "reduce_scatter"
-    features = weight.tensor.shape[1] if is_parallel else layer.in_features
+    features = layer._own_features() if is_parallel else layer.in_features
     layer._check_input(x, weight.tensor, features)
     if not is_parallel:
         x = scatter_to_ranks(x, comm)
@@ -330,6 +330,10 @@ class RowParallelLinear(ShardedLinear):
     def forward(self, x: Tensor) -> Any:
         """Apply the layer to ``x``: see the class for the shapes."""
         return forward_row(self, x)
+
+    def _own_features(self) -> int:
+        """Input features of this rank."""
+        return self.weight.shape[0 if self.is_transposed else 1]
 
     def _check_gradients(self, _: Tensor) -> None:
         if not self._gradients_are_checked:

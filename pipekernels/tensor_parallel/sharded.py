@@ -113,11 +113,18 @@ class ShardedLayer(nn.Module):
 
     def shard(self, name: str, full: Tensor) -> Tensor:
         """A copy of this rank's shard of the full parameter ``name``."""
-        if name in self.shard_dims:
-            dim = self.shard_dim(name)
-            parts = [full.narrow(dim, start, size) for start, size in self.spans(name)]
-            full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-        return full.clone(memory_format=torch.contiguous_format)
+        return self.part(name, full).clone(memory_format=torch.contiguous_format)
+
+    def part(self, name: str, full: Any) -> Tensor:
+        """:meth:`shard`, perhaps a view, of a tensor or of safetensors' slice of one, of which only
+        this part is read."""
+        if name not in self.shard_dims:
+            whole: Tensor = full[...]
+            return whole
+        dim = self.shard_dim(name)
+        spans = ((slice(None),) * dim + (slice(start, start + n),) for start, n in self.spans(name))
+        parts: list[Tensor] = [full[span] for span in spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def spans(self, name: str) -> list[tuple[int, int]]:
         """Where this rank's shard of parameter ``name`` lies in the full one: start and size along

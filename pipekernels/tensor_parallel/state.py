@@ -184,7 +184,7 @@ def checkpoint_state_dict(module: nn.Module) -> dict[str, Any]:
     ``dcp.load`` understand.
 
     Raises:
-        TypeError: a sharded layer has a parametrization or a mask.
+        TypeError: a sharded layer has a parametrization or a mask, or weights of integers.
     """
     sharded = sharded_parameters(module)
     state = module.state_dict(keep_vars=True)
@@ -230,6 +230,11 @@ class _DescribedShard(Tensor):
 def _described(shard: Tensor, key: ShardKey) -> _DescribedShard:
     layer, name = key
     shape, dim = layer.full_shape(name), layer.shard_dim(name)
+    if shard.dim() != len(shape):
+        raise TypeError(
+            f"{layer.name!r} has weights of integers in the kernel's order, of which no part is one "
+            "of the full tensor; save full_state_dict(model)"
+        )
     # One element seen as many: dcp.load would give memory to tensors on the meta device.
     whole = shard.new_empty(()).expand(shape)
     described: _DescribedShard = whole.as_subclass(_DescribedShard)

@@ -201,7 +201,7 @@ def test_registration(requires_grad: bool, device: torch.device) -> None:
     opcheck(registered.all_gather, (x, comm.handle))
     opcheck(registered.broadcast, (x, comm.handle, 0))
     weight = torch.randn(5, 3, device=device)
-    opcheck(registered.row_linear, (x.detach(), weight, None, comm.handle, False))
+    opcheck(registered.row_linear, (x.detach(), weight, None, None, 5, comm.handle, False))
 
 
 @pytest.mark.compile

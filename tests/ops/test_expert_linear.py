@@ -55,17 +55,16 @@ def test_values_and_gradients(counts: tuple[int, ...], is_biased: bool, transpos
         assert ((value.double() - right).abs() <= limit).all()
 
 
-@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_operator_of_compiled_programs(int8: bool, transposed: bool) -> None:
+def test_the_operator_of_compiled_programs(transposed: bool) -> None:
     torch.manual_seed(0)
-    weight = torch.randint(-9, 9, (4, 7, 5)).to(torch.int8 if int8 else torch.float32)
+    weight = torch.randint(-9, 9, (4, 7, 5)).float()
     if transposed:  # Which the kernel for few rows does not take.
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    x, bias, scale = torch.randn(3, 5), torch.randn(4, 7), torch.rand(4, 7)
+    x, bias = torch.randn(3, 5), torch.randn(4, 7)
     chosen = torch.tensor([[0, 3], [1, 1], [2, 0]])
-    operands = x, weight, bias, chosen, scale if int8 else None
-    full = weight.double() * (scale.double().unsqueeze(-1) if int8 else 1)
+    operands = x, weight, None, None, bias, chosen, 7
+    full = weight.double()
     expected = torch.einsum("tk,tcnk->tcn", x.double(), full[chosen]) + bias[chosen]
     found = torch.ops.pipekernels.chosen_experts(*operands)
     sizes = torch.einsum("tk,tcnk->tcn", x.abs().double(), full[chosen].abs()) + bias[chosen].abs()

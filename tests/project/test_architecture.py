@@ -46,14 +46,14 @@ MAY_IMPORT = {
     "tensor_parallel.linear": {"tensor_parallel.partial_gradients", "tensor_parallel.sharded"},
     "tensor_parallel.embedding": {"tensor_parallel.sharded"},
     "tensor_parallel.experts": {"tensor_parallel.sharded"},
-    "tensor_parallel.int8": {"tensor_parallel.experts", "tensor_parallel.linear"},
+    "tensor_parallel.integers": {"tensor_parallel.experts", "tensor_parallel.linear"},
     "tensor_parallel.attention": {"tensor_parallel.linear"},
     "tensor_parallel.cross_entropy": {"tensor_parallel.invariant"},
     "tensor_parallel.clip": {"tensor_parallel.sharded"},
     "tensor_parallel.state": {"tensor_parallel.sharded"},
     "tensor_parallel.plan": {
         *("tensor_parallel.attention", "tensor_parallel.embedding"),
-        *("tensor_parallel.experts", "tensor_parallel.int8"),
+        *("tensor_parallel.experts", "tensor_parallel.integers"),
     },
     "tensor_parallel": {
         *("tensor_parallel.clip", "tensor_parallel.cross_entropy"),

@@ -18,10 +18,12 @@ from pipekernels import (
     RowParallelLinear,
 )
 from pipekernels.ops.weights import weight_of
-from pipekernels.tensor_parallel.int8.layers import Int8Linear
+from pipekernels.ops.weights.integers import pack_scale, pack_weight, rounded
+from pipekernels.tensor_parallel.integers.layers import Format, IntegerLinear
 
 registered = torch.ops.pipekernels
 IN, OUT = 24, 10
+FORMAT = Format(8, None)
 
 
 def operands(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,9 +33,10 @@ def operands(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight, bias
 
 
-def int8_operands(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def integer_operands(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     x = operands(rows, torch.float32)[0]
-    return x, torch.randint(-127, 128, (OUT, IN), dtype=torch.int8), torch.rand(OUT)
+    integers = rounded(torch.randn(OUT, IN), 8, None)
+    return x, pack_weight(integers.weight, 8), pack_scale(integers.scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -47,15 +50,17 @@ def test_operators_have_the_bits_of_eager_products(
     for each in laid_out:
         own_bias = bias[: len(each)]
         for added in (None, own_bias):
-            y = registered.linear(x, each, None, added)
-            own = weight_of(each, None)
+            y = registered.linear(x, each, None, None, added, len(each))
+            own = weight_of(each, len(each), None, None)
             assert torch.equal(y, own.linear(x, added)) and y.is_contiguous()
-        y = registered.row_linear(x, each, None, comm.handle, False)
+        y = registered.row_linear(x, each, None, None, len(each), comm.handle, False)
         assert torch.equal(y, own.sum_of_products(x, comm, False))
-    negated = registered.linear(torch._neg_view(x), weight, None, None)  # Has other elements.
-    assert torch.equal(negated, registered.linear(-x, weight, None, None))
+    negated = registered.linear(torch._neg_view(x), weight, None, None, None, OUT)  # Has other elements.
+    assert torch.equal(negated, registered.linear(-x, weight, None, None, None, OUT))
     # Ranks may compute in different ways.
-    y = registered.row_linear(x, laid_out[comm.rank], None, comm.handle, False)
+    y = registered.row_linear(
+        x, laid_out[comm.rank], None, None, OUT, comm.handle, False
+    )
     torch.testing.assert_close(y.double(), 2 * (x.double() @ weight.double().t()), **loose(dtype))
 
 
@@ -69,11 +74,11 @@ def loose(dtype: torch.dtype) -> dict[str, float]:
 def test_registration(rows: int) -> None:
     (comm,) = Communicator.threads(1)
     x, weight, bias = operands(rows, torch.float32)
-    opcheck(registered.linear, (x, weight, None, bias))
-    opcheck(registered.row_linear, (x, weight, None, comm.handle, True))
-    x, weight, scale = int8_operands(rows)
-    opcheck(registered.linear, (x, weight, scale, bias))
-    opcheck(registered.row_linear, (x, weight, scale, comm.handle, False))
+    opcheck(registered.linear, (x, weight, None, None, bias, OUT))
+    opcheck(registered.row_linear, (x, weight, None, None, OUT, comm.handle, True))
+    x, weight, scale = integer_operands(rows)
+    opcheck(registered.linear, (x, weight, scale, None, bias, OUT))
+    opcheck(registered.row_linear, (x, weight, scale, None, OUT, comm.handle, False))
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -82,11 +87,13 @@ def test_errors_are_those_of_collectives(rows: int) -> None:
     first, second = Communicator.threads(2, timeout=0.2)
 
     def call() -> Tensor:
-        result: Tensor = registered.row_linear(x, weight, None, first.handle, False)
+        result: Tensor = registered.row_linear(
+            x, weight, None, None, OUT, first.handle, False
+        )
         return result
 
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        registered.linear(x[..., 1:], weight, None, None)
+        registered.linear(x[..., 1:], weight, None, None, None, OUT)
     # In a thread: a process of one thread is told that it needs more.
     late = pytest.raises(TimeoutError, match=r"rank\(s\) 1 of 2 did not arrive at all_reduce")
     with ThreadPoolExecutor(1) as pool, late:
@@ -137,9 +144,9 @@ def test_a_layer_is_one_operator_for_any_number_of_rows() -> None:
     expected = ["pipekernels.linear.default", "pipekernels.row_linear.default"]
     with torch.no_grad():
         assert programs(layers, x)[0] == expected
-        names, y = programs(nn.Sequential(Int8Linear(column), nn.GELU(), Int8Linear(row)), x)
+        names, y = programs(nn.Sequential(IntegerLinear(column, FORMAT), nn.GELU(), IntegerLinear(row, FORMAT)), x)
         assert names == expected
-        torch.testing.assert_close(y, Int8Linear(row)(nn.functional.gelu(Int8Linear(column)(x))))
+        torch.testing.assert_close(y, IntegerLinear(row, FORMAT)(nn.functional.gelu(IntegerLinear(column, FORMAT)(x))))
     names, y = programs(layers, x)
     assert "pipekernels.linear.default" not in names  # It has no derivative.
     assert y.requires_grad

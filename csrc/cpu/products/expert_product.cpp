@@ -17,11 +17,6 @@ static void check(const ExpertProduct& product) {
     throw std::invalid_argument(std::string("a product with experts takes floats, got ") +
                                 name_of(product.dtype));
   }
-  if (product.scales != nullptr && int8_gemm_kernels(product.dtype, Isa::kBaseline) == nullptr) {
-    throw std::invalid_argument(
-        std::string("a product with int8 weights takes float32 or bfloat16, got ") +
-        name_of(product.dtype));
-  }
   if (product.rows < 1 || product.pairs % product.rows != 0) {
     throw std::invalid_argument("the number of rows, " + std::to_string(product.rows) +
                                 ", must divide the number of chosen experts, " +
@@ -37,11 +32,8 @@ static void check(const ExpertProduct& product) {
 
 void expert_product(const ExpertProduct& product, int threads, Isa isa) {
   check(product);
-  const SkinnyGemmKernels& table = product.scales == nullptr
-                                       ? skinny_gemm_kernels(product.dtype, isa)
-                                       : *int8_gemm_kernels(product.dtype, isa);
+  const SkinnyGemmKernels& table = skinny_gemm_kernels(product.dtype, isa);
   const size_t row_bytes = table.widened_bytes(product.inner), size = size_of(product.dtype);
-  const int64_t weight_size = product.scales == nullptr ? size : 1;
   const auto at = [&](const void* base, int64_t elements) {
     return static_cast<const std::byte*>(base) + elements * size;
   };
@@ -65,8 +57,8 @@ void expert_product(const ExpertProduct& product, int threads, Isa isa) {
   const int64_t groups = firsts.size();
   firsts.push_back(product.pairs);
 
-  const int64_t step = columns_per_piece(product.inner * weight_size);
-  const int64_t ahead = prefetch_ahead(weight_size);
+  const int64_t step = columns_per_piece(product.inner * size);
+  const int64_t ahead = prefetch_ahead(size);
   const int64_t pieces = (product.columns + step - 1) / step;
   parallel_for(groups * pieces, threads, [&](int64_t index) {
     const int64_t group = index / pieces, first = firsts[group];
@@ -76,9 +68,7 @@ void expert_product(const ExpertProduct& product, int threads, Isa isa) {
       piece.out[r] = const_cast<std::byte*>(at(product.out, order[first + r] * product.columns));
     }
     piece.widened = widened + first * row_bytes;
-    piece.weight = static_cast<const std::byte*>(product.weight) +
-                   expert * product.columns * product.inner * weight_size;
-    if (product.scales != nullptr) piece.scales = product.scales + expert * product.columns;
+    piece.weight = at(product.weight, expert * product.columns * product.inner);
     if (product.bias != nullptr) piece.bias = at(product.bias, expert * product.columns);
     piece.columns = product.columns;
     piece.inner = product.inner;

@@ -13,12 +13,9 @@ namespace pipekernels {
 
 // One table per dtype.
 const SkinnyGemmKernels* const* skinny_gemm_tables_baseline();
-const SkinnyGemmKernels* const* int8_gemm_tables_baseline();
 #if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
 const SkinnyGemmKernels* const* skinny_gemm_tables_avx2();
 const SkinnyGemmKernels* const* skinny_gemm_tables_avx512();
-const SkinnyGemmKernels* const* int8_gemm_tables_avx2();
-const SkinnyGemmKernels* const* int8_gemm_tables_avx512();
 #endif
 
 const SkinnyGemmKernels& skinny_gemm_kernels(DType dtype, [[maybe_unused]] Isa isa) {
@@ -28,15 +25,6 @@ const SkinnyGemmKernels& skinny_gemm_kernels(DType dtype, [[maybe_unused]] Isa i
   if (isa >= Isa::kAvx512) tables = skinny_gemm_tables_avx512();
 #endif
   return *tables[static_cast<int>(dtype)];
-}
-
-const SkinnyGemmKernels* int8_gemm_kernels(DType dtype, [[maybe_unused]] Isa isa) {
-  const SkinnyGemmKernels* const* tables = int8_gemm_tables_baseline();
-#if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
-  if (isa == Isa::kAvx2) tables = int8_gemm_tables_avx2();
-  if (isa >= Isa::kAvx512) tables = int8_gemm_tables_avx512();
-#endif
-  return tables[static_cast<int>(dtype)];
 }
 
 void* kept_cache_lines(size_t bytes) {

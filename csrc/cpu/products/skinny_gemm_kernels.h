@@ -9,14 +9,13 @@
 namespace pipekernels {
 
 // Columns begin to end - 1 of a product; `out` has the address of each of its rows. Partial ones
-// have slabs and no bias, and their results are accumulators. A weight of int8 has a scale for each
-// column. With a transposed weight, `widened` has the rows of x as they are.
+// have slabs and no bias, and their results are accumulators. With a transposed
+// weight, `widened` has the rows of x as they are.
 struct SkinnyGemmPiece {
   void* out[kMaxSkinnyRows];
   const void* widened;
   const void* weight;
   const void* bias;
-  const float* scales;
   int64_t columns, inner, slabs, begin, end;
   int64_t ahead;  // Bytes of the weight: prefetch_ahead().
 };
@@ -33,10 +32,6 @@ struct SkinnyGemmKernels {
 constexpr int64_t kTransposedColumns = 512;
 
 const SkinnyGemmKernels& skinny_gemm_kernels(DType dtype, Isa isa);
-
-// For weights of int8; `dtype` is that of `x`: float32 or bfloat16, else null. They have neither
-// partial nor transposed products.
-const SkinnyGemmKernels* int8_gemm_kernels(DType dtype, Isa isa);
 
 // Memory that a thread keeps between calls. Vectors that straddle cache lines would take twice as
 // long to load.

@@ -6,7 +6,7 @@ says what a new format touches.
 
 from pipekernels.ops.weights.base import Weight
 from pipekernels.ops.weights.dense import DenseWeight
-from pipekernels.ops.weights.int8 import Int8Weight
+from pipekernels.ops.weights.integers import IntegerWeight
 from pipekernels.ops.weights.operators import weight_of
 
-__all__ = ["DenseWeight", "Int8Weight", "Weight", "weight_of"]
+__all__ = ["DenseWeight", "IntegerWeight", "Weight", "weight_of"]

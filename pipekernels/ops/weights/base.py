@@ -32,13 +32,19 @@ class Weight(abc.ABC):
     version tells.
 
     Args:
-        tensor: the elements as they are stored, a row for each of ``n`` output features.
+        tensor: the elements as they are stored.
+        columns: ``n``, the number of output features.
         scale: the scales of the elements; None if they have none.
+        zero: the elements that stand for 0; None if these are 0.
     """
 
-    def __init__(self, tensor: Tensor, scale: Tensor | None = None) -> None:
+    def __init__(
+        self, tensor: Tensor, columns: int, scale: Tensor | None = None, zero: Tensor | None = None
+    ) -> None:
         self.tensor = tensor
+        self.columns = columns
         self.scale = scale
+        self.zero = zero
 
     @abc.abstractmethod
     def product_into(self, out: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
@@ -46,56 +52,41 @@ class Weight(abc.ABC):
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x W^T + bias`` for ``[..., k]``, ``[..., n]``, without autograd."""
-        out = x.new_empty((*x.shape[:-1], self.tensor.shape[0]))
+        out = x.new_empty((*x.shape[:-1], self.columns))
         self.product_into(as_matrix(out), as_matrix(x), bias)
         return out
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x W^T + bias`` of one rank, for ``[..., k]``: ``[..., n]``, without derivatives."""
-        result: Tensor = torch.ops.pipekernels.linear(x, self.tensor, self.scale, bias)
+        operands = x, self.tensor, self.scale, self.zero
+        result: Tensor = torch.ops.pipekernels.linear(*operands, bias, self.columns)
         return result
 
     def row_linear(self, x: Tensor, comm: Communicator, scatter: bool) -> Tensor:
         """``x W^T``, summed over the ranks, each of which holds a part of ``k``: ``[..., n]``; with
         ``scatter`` this rank's slice of the first dimension. Without derivatives."""
-        operands = x, self.tensor, self.scale
+        operands = x, self.tensor, self.scale, self.zero, self.columns
         result: Tensor = torch.ops.pipekernels.row_linear(*operands, comm.handle, scatter)
         return result
 
     def trained(self) -> Tensor:
         """The tensor of which autograd computes gradients; RuntimeError if the format has none."""
         raise RuntimeError(
-            f"layers with {str(self.tensor.dtype).removeprefix('torch.')} weights have no "
-            "gradients; use torch.no_grad(), or train the model before its weights are quantized"
+            "layers with weights of integers have no gradients; use torch.no_grad(), or train the "
+            "model before its weights are quantized"
         )
 
     def sum_of_products(self, x: Tensor, comm: Communicator, scatter: bool) -> Tensor:
         """:meth:`row_linear` without the operator."""
         is_few = x.is_cpu and x.numel() <= FEW_ROWS * x.shape[-1]
         if is_few and not (scatter and self.scale is None):  # Those are the library's.
-            few: Tensor = torch.ops.pipekernels.linear(x, self.tensor, self.scale, None)
+            operands = x, self.tensor, self.scale, self.zero
+            few: Tensor = torch.ops.pipekernels.linear(*operands, None, self.columns)
             return comm.reduce_scatter(few) if scatter else comm.all_reduce(few)
         # In memory that the peers read in place, so that the sum needs no copy.
-        out = comm.output((*x.shape[:-1], self.tensor.shape[0]), x)
+        out = comm.output((*x.shape[:-1], self.columns), x)
         self.product_into(as_matrix(out), as_matrix(x))
         return comm.reduce_scatter(out) if scatter else sum_of_outputs(comm, out)
-
-    def _widened_into(self, out: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        """:meth:`product_into` by the library, of elements widened to floats, in float32 if the
-        dtype of ``x`` is emulated. Integers up to 127 are exact in every floating dtype."""
-        weight, scale = self.tensor, self.scale
-        dtype = torch.float32 if x.is_cpu and is_emulated(x.dtype) else x.dtype
-        x = x.to(dtype)
-        # Block by block, so that the widened weight stays in the cache.
-        step = max(1, BLOCK // max(1, weight.shape[1]))
-        for start in range(0, weight.shape[0], step):
-            block = slice(start, start + step)
-            y = x @ weight[block].to(dtype).t()
-            if scale is not None:
-                y.mul_(scale[block])
-            if bias is not None:
-                y.add_(bias[block])
-            out[:, block] = y
 
 
 @functools.cache

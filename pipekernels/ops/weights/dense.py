@@ -9,7 +9,7 @@ from torch.nn import functional
 from pipekernels.comm import Communicator
 from pipekernels.device.autocast import as_autocast
 from pipekernels.ops.dispatch import can_skip_dispatcher, is_observed
-from pipekernels.ops.weights.base import FEW_ROWS, Weight, is_emulated
+from pipekernels.ops.weights.base import BLOCK, FEW_ROWS, Weight, is_emulated
 
 
 class DenseWeight(Weight):
@@ -18,6 +18,9 @@ class DenseWeight(Weight):
     16-bit floats are computed with in float32, and rounded once. With a few rows, a row's result
     does not depend on the other rows.
     """
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor, tensor.shape[-2])
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight = self.tensor
@@ -30,7 +33,8 @@ class DenseWeight(Weight):
         ):
             if self._has_many(x) and not is_observed():
                 return self.product(x, bias)  # For which an operator takes some microseconds more.
-            result: Tensor = torch.ops.pipekernels.linear(x, weight, None, bias)
+            operands = x, weight, None, None, bias, self.columns
+            result: Tensor = torch.ops.pipekernels.linear(*operands)
             return result
         return functional.linear(x, weight, bias)
 
@@ -41,8 +45,8 @@ class DenseWeight(Weight):
             own = DenseWeight(weight)
         if self._has_many(x) and can_skip_dispatcher([x, weight]):
             return own.sum_of_products(x, comm, scatter)
-        handle = comm.handle
-        result: Tensor = torch.ops.pipekernels.row_linear(x, weight, None, handle, scatter)
+        operands = x, weight, None, None, self.columns, comm.handle, scatter
+        result: Tensor = torch.ops.pipekernels.row_linear(*operands)
         return result
 
     def trained(self) -> Tensor:
@@ -55,7 +59,12 @@ class DenseWeight(Weight):
 
     def product_into(self, out: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
         if self._is_emulated(x):
-            self._widened_into(out, x, bias)
+            # Block by block in float32, so that the widened weight stays in the cache.
+            step, wide = max(1, BLOCK // max(1, x.shape[1])), x.float()
+            for start in range(0, self.columns, step):
+                block = slice(start, start + step)
+                own_bias = None if bias is None else bias[block].float()
+                out[:, block] = functional.linear(wide, self.tensor[block].float(), own_bias)
         elif bias is None:
             torch.mm(x, self.tensor.t(), out=out)
         else:

@@ -20,30 +20,49 @@ from pipekernels._torch_private import reference_to, tensors_of
 from pipekernels.comm import Communicator
 from pipekernels.ops.weights.base import Weight
 from pipekernels.ops.weights.dense import DenseWeight
-from pipekernels.ops.weights.int8 import Int8Weight
+from pipekernels.ops.weights.integers import IntegerWeight
 
 
-def weight_of(tensor: Tensor, scale: Tensor | None) -> Weight:
+def weight_of(
+    tensor: Tensor, columns: int, scale: Tensor | None, zero: Tensor | None
+) -> Weight:
     """The weight that has these tensors, in its format."""
-    return DenseWeight(tensor) if scale is None else Int8Weight(tensor, scale)
+    if scale is None:
+        return DenseWeight(tensor)
+    return IntegerWeight(tensor, columns, scale, zero)
 
 
-def _linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    return weight_of(weight, scale).product(x, bias)
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    columns: int,
+) -> Tensor:
+    return weight_of(weight, columns, scale, zero).product(x, bias)
 
 
 def _row_linear(
-    x: Tensor, weight: Tensor, scale: Tensor | None, handle: int, scatter: bool
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    columns: int,
+    handle: int,
+    scatter: bool,
 ) -> Tensor:
-    return weight_of(weight, scale).sum_of_products(x, Communicator.from_handle(handle), scatter)
+    own, comm = weight_of(weight, columns, scale, zero), Communicator.from_handle(handle)
+    return own.sum_of_products(x, comm, scatter)
 
 
-def _linear_fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return x.new_empty([*x.shape[:-1], weight.shape[0]])
+def _linear_fake(x: Tensor, *others: Any) -> Tensor:
+    return x.new_empty([*x.shape[:-1], others[-1]])
 
 
-def _row_linear_fake(x: Tensor, weight: Tensor, _: Any, handle: int, scatter: bool) -> Tensor:
-    shape = [*x.shape[:-1], weight.shape[0]]
+def _row_linear_fake(x: Tensor, *others: Any) -> Tensor:
+    *_, columns, handle, scatter = others
+    shape = [*x.shape[:-1], columns]
     if scatter:
         shape[0] //= Communicator.from_handle(handle).world_size
     return x.new_empty(shape)
@@ -67,11 +86,10 @@ def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tens
     _backend.python_kernels[name] = call
 
 
+_WEIGHT = "Tensor x, Tensor weight, Tensor? scale, Tensor? zero"
+_define(f"linear({_WEIGHT}, Tensor? bias, int columns) -> Tensor", _linear, _linear_fake)
 _define(
-    "linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias) -> Tensor", _linear, _linear_fake
-)
-_define(
-    "row_linear(Tensor x, Tensor weight, Tensor? scale, int comm, bool scatter) -> Tensor",
+    f"row_linear({_WEIGHT}, int columns, int comm, bool scatter) -> Tensor",
     _row_linear,
     _row_linear_fake,
 )

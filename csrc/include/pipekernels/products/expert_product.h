@@ -14,10 +14,6 @@ namespace pipekernels {
 // [experts, columns, inner], `bias` [experts, columns], `out` [pairs, columns]; none overlaps
 // `out`. Every row of `x` has as many pairs, which follow each other. A pair has the bits of
 // skinny_gemm().
-//
-// With `scales`, [experts, columns], `weight` is of int8, and stands for weight * scales. The sum
-// is taken in float32, whatever the dtype of `x`, `bias` and `out`, multiplied by the scale, and
-// rounded once.
 struct ExpertProduct {
   void* out;
   const void* x;
@@ -26,11 +22,10 @@ struct ExpertProduct {
   const int64_t* chosen;
   int64_t pairs, rows, experts, columns, inner;
   DType dtype;
-  const float* scales = nullptr;
 };
 
-// Throws std::invalid_argument unless the dtype is a floating one (with `scales`: float32
-// or bfloat16), `rows` divides `pairs`, and all of `chosen` are in 0..experts - 1.
+// Throws std::invalid_argument unless the dtype is a floating one, `rows` divides `pairs`, and all of
+// `chosen` are in 0..experts - 1.
 void expert_product(const ExpertProduct& product, int threads, Isa isa = best_isa());
 
 }  // namespace pipekernels

@@ -1,0 +1,246 @@
+"""Linear layers and experts with weights of integers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipekernels.comm import Communicator
+from pipekernels.ops.weights import IntegerWeight, Weight
+from pipekernels.ops.weights.integers import (
+    Integers,
+    pack_scale,
+    pack_weight,
+    rounded,
+    unpack_scale,
+    unpack_weight,
+)
+from pipekernels.tensor_parallel.experts import ParallelExperts
+from pipekernels.tensor_parallel.functional import Heads, shard_spans
+from pipekernels.tensor_parallel.linear import (
+    LinearLayer,
+    RowParallelLinear,
+    ShardedLinear,
+    forward_column,
+    forward_row,
+)
+from pipekernels.tensor_parallel.sharded import ShardedLayer
+
+
+class Format(NamedTuple):
+    """Of the integers of a layer.
+
+    Attributes:
+        bits: 8 or 4.
+        group: elements that share a scale, a multiple of 32; None: all of a row.
+    """
+
+    bits: int
+    group: int | None
+
+    def check(self, layer: ShardedLayer, sizes: Sequence[int]) -> None:
+        """Raise ValueError unless groups divide ``sizes``, those of the ranks' parts of a row."""
+        cut = [size for size in sizes if self.group is not None and size % self.group]
+        if cut:
+            raise ValueError(
+                f"{layer._described()} has {cut[0]} input features on a rank, which groups of "
+                f"{self.group} do not divide; pass a group_size, a multiple of 32, that does, or "
+                "bits=8 without one"
+            )
+
+    def groups(self, features: int) -> int:
+        """Of a row of ``features`` elements."""
+        return 1 if self.group is None else features // self.group
+
+    def integers(self, weight: Tensor, comm: Communicator | None) -> Integers:
+        """``weight``, ``[..., n, k]``, of which the ranks of ``comm`` hold the other parts of ``k``.
+        Collective if a group is a row."""
+        largest = None
+        if comm is not None and self.group is None:
+            largest = comm.all_reduce(weight.abs().amax(-1, keepdim=True).float(), "max")
+        return rounded(weight, self.bits, self.group, largest)
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    """A parameter without gradients."""
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class _IntegerLayer(ShardedLayer):
+    """Base of both. Matrices and their scales are kept in the kernel's order, and are in plain
+    order where they are gathered and sharded. Scales keep their dtype when the model is converted
+    to another one.
+
+    Args:
+        layer: in floats. All but its weights is as there.
+        scales: of each parameter that becomes integers, the name of its scale.
+        cut: those of them whose rows lie on several ranks.
+        format: of the integers.
+    """
+
+    def __init__(
+        self, layer: Any, scales: dict[str, str], cut: Sequence[str], format: Format
+    ) -> None:
+        vars(self).update(vars(copy.copy(layer)), _parameters={})
+        self.is_transposed, self.was_transposed = False, layer.is_transposed
+        self.scales = scales
+        self.format = format
+        self.float_dtype: torch.dtype = layer.get_parameter(next(iter(scales))).dtype
+        # If a scale is that of a row, all ranks that have a part of it have the same.
+        self._replicated = [] if format.group else [scales[name] for name in cut]
+        # Of each matrix and its scale, n and k of this rank's part.
+        self._own: dict[str, tuple[int, int]] = {}
+        for name, parameter in layer._parameters.items():
+            if name not in scales:
+                self.register_parameter(name, parameter)
+                continue
+            weight = parameter.detach().mT if self.was_transposed else parameter.detach()
+            self._own[name] = self._own[scales[name]] = weight.shape[-2], weight.shape[-1]
+            integers = format.integers(weight, self.comm if name in cut else None)
+            self.register_parameter(name, _frozen(pack_weight(integers.weight, format.bits)))
+            self.register_parameter(scales[name], _frozen(pack_scale(integers.scale)))
+
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        if name in self.scales:
+            part = unpack_weight(part, *self._own[name])
+        elif name in self._own:
+            part = unpack_scale(part, self._own[name][0])
+        return part if name in self._replicated else super().gather(name, part)
+
+    def part(self, name: str, full: Any) -> Tensor:
+        part = full[...] if name in self._replicated else super().part(name, full)
+        if name in self.scales:
+            return pack_weight(part, self.format.bits)
+        return pack_scale(part) if name in self._own else part
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        scales = {name: self.get_parameter(name).data for name in self.scales.values()}
+        super()._apply(fn, recurse)
+        self.float_dtype = fn(torch.empty(0, dtype=self.float_dtype)).dtype
+        for name, scale in scales.items():
+            parameter = self.get_parameter(name)
+            if parameter.dtype != scale.dtype:
+                parameter.data = scale.to(parameter.device)
+        return self
+
+    def _full_parameters(self) -> dict[str, nn.Parameter]:
+        state = self.full_state_dict()
+        for name, scale in self.scales.items():
+            weight = Integers(state[name], state.pop(scale)).floats(self.float_dtype)
+            state[name] = weight.mT.contiguous() if self.was_transposed else weight
+        return {name: _frozen(value) for name, value in state.items()}
+
+    def _weight_of(self, name: str) -> Weight:
+        scale = self._parameters[self.scales[name]]
+        return IntegerWeight(self.get_parameter(name), self._own[name][0], scale)
+
+    def reset_parameters(self) -> None:
+        """Raises: weights of integers are made from floats."""
+        raise TypeError(f"{self._described()} has weights of integers, which are made from floats")
+
+
+class IntegerLinear(_IntegerLayer, LinearLayer):
+    """A rank's part of a linear layer, with a weight of integers (:func:`quantize_weights`).
+
+    Args:
+        layer: a :class:`ColumnParallelLinear` or a :class:`RowParallelLinear`, not invariant. It
+            stays as it is; its bias is shared.
+        format: of the integers.
+
+    Attributes:
+        weight, scale: in the kernel's order; :meth:`full_state_dict` has them in plain order.
+        bias: as that of ``layer``.
+
+    The forward takes and gives the shapes of ``layer``, of any floating dtype.
+
+    Raises:
+        ValueError: groups do not divide the input features of a rank.
+    """
+
+    parameter_names: ClassVar[tuple[str, ...]] = ("weight", "scale", "bias")
+
+    def __init__(self, layer: ShardedLinear, format: Format) -> None:
+        self.is_row = isinstance(layer, RowParallelLinear)
+        sizes = [layer.in_features]
+        if self.is_row:
+            spans = shard_spans(layer.in_features, layer.world_size, layer.heads)
+            sizes = [size for _, size in spans]
+        format.check(layer, sizes)
+        super().__init__(layer, {"weight": "scale"}, ["weight"] if self.is_row else [], format)
+        names = ("weight", "scale") if self.is_row else self.parameter_names
+        self.shard_dims = dict.fromkeys(names, int(self.is_row))  # type: ignore[misc]
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        if name == "scale":
+            return self.out_features, self.format.groups(self.in_features)
+        return super().full_shape(name)
+
+    def _operands(self) -> tuple[Weight, Tensor | None]:
+        return self._weight_of("weight"), self._parameters["bias"]
+
+    def _own_features(self) -> int:
+        return self._own["weight"][1]
+
+    def _check_input(self, x: Tensor, weight: Tensor, features: int) -> None:
+        if x.dim() == 0 or x.shape[-1] != features or x.device != weight.device:
+            raise ValueError(
+                f"{self._described()} on rank {self.rank} of {self.world_size} takes {features} "
+                f"features on {weight.device}, got a tensor of shape {tuple(x.shape)} on {x.device}"
+            )
+
+    def forward(self, x: Tensor) -> Any:
+        """Apply the layer to ``x``."""
+        return forward_row(self, x) if self.is_row else forward_column(self, x)
+
+
+class IntegerExperts(_IntegerLayer, ParallelExperts):
+    """A rank's part of stacked experts, with weights of integers (:func:`quantize_weights`).
+
+    Args:
+        layer: experts in floats, which stay as they are; their biases are shared.
+        format: of the integers.
+
+    Matrices are ``[E, out, in]``, whatever the layout of the full module; each has scales,
+    ``gate_up_proj_scale`` and so on, ``[E, out, groups]``. Shapes of the forward: as for
+    :class:`ParallelExperts`.
+
+    Raises:
+        ValueError: groups do not divide the input features of a rank.
+    """
+
+    def __init__(self, layer: ParallelExperts, format: Format) -> None:
+        inner = [layer.inner_size]
+        if not layer.expert_parallel:
+            inner = [size for _, size in shard_spans(layer.inner_size, layer.world_size)]
+        format.check(layer, [layer.hidden_size, *inner])
+        scales = {name: f"{name}_scale" for name in (layer.first, "down_proj")}
+        super().__init__(layer, scales, [] if layer.expert_parallel else ["down_proj"], format)
+        self._full_shapes = {
+            name: (shape[0], *shape[:0:-1]) if self.was_transposed and len(shape) == 3 else shape
+            for name, shape in layer._full_shapes.items()
+        }
+        for name, scale in scales.items():
+            experts, n, k = self._full_shapes[name]
+            self._full_shapes[scale] = experts, n, format.groups(k)
+        self.shard_dims = self._sharded_dims()  # type: ignore[misc]
+        template = copy.copy(layer._template[0])
+        template._parameters = self._parameters
+        self._template = (template,)
+
+    def _sharded_dims(self) -> dict[str, int]:
+        dims = super()._sharded_dims()
+        if self.expert_parallel:
+            return dims
+        return dims | {f"{self.first}_scale": 1, "down_proj_scale": 2}
+
+    def _layout(self, name: str) -> tuple[Sequence[int], Heads | None]:
+        if name == "down_proj_scale" and not self.expert_parallel:
+            return self.full_shape(name)[2:], None
+        return super()._layout(name)
+
+    def _weights(self, name: str) -> Weight:
+        return self._weight_of(name)
