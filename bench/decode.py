@@ -12,10 +12,12 @@ against those of one process.
 * ``compiled``: the two above after ``compile_decoding(model)``.
 * ``transformers``: its own ``tp_plan="auto"``, on Gloo; then the same on the ``torch.distributed``
   backend ``pipekernels``.
-* ``pipekernels, int8``: ours, with weights of int8 and activations in bfloat16.
-* ``llama.cpp``, ``CTranslate2``: with two threads; in the case ``int8``, with weights of q8_0 and
-  int8. CTranslate2 does not compute in bfloat16 on all CPUs.
-* ``a read of the weights``: as many bytes, summed by two threads as float32: the memory's speed.
+* ``pipekernels, int8`` and ``int4``: ours, with weights of integers and activations in bfloat16;
+  4 bits have groups of 32.
+* ``llama.cpp``, ``CTranslate2``: with two threads; with weights of q8_0 or q4_0, and int8.
+  CTranslate2 does not compute in bfloat16 on all CPUs.
+* ``a read of the weights``: as many bytes as ours have, summed by two threads as float32: the
+  memory's speed.
 """
 
 from __future__ import annotations
@@ -65,9 +67,11 @@ CASES = {
     "float32": ("Llama", torch.float32),
     "bfloat16": ("Llama", torch.bfloat16),
     "int8": ("Llama", torch.bfloat16),
+    "int4": ("Llama", torch.bfloat16),
     "1.1 B, float32": ("Llama, 1.1 B", torch.float32),
     "1.1 B, bfloat16": ("Llama, 1.1 B", torch.bfloat16),
     "1.1 B, int8": ("Llama, 1.1 B", torch.bfloat16),
+    "1.1 B, int4": ("Llama, 1.1 B", torch.bfloat16),
     "experts, float32": ("Mixtral", torch.float32),
     "experts, bfloat16": ("Mixtral", torch.bfloat16),
     "experts, int8": ("Mixtral", torch.bfloat16),
@@ -83,7 +87,11 @@ CANDIDATES = {
     "bfloat16": (*EVERY, "llama.cpp, bf16"),
     "int8": (
         *("two threads", "pipekernels", "pipekernels, int8", "pipekernels, int8, compiled"),
-        *("a read of the weights", "llama.cpp, q8_0", "CTranslate2, int8"),
+        *("a read of the weights, int8", "llama.cpp, q8_0", "CTranslate2, int8"),
+    ),
+    "int4": (
+        *("two threads", "pipekernels, int4", "pipekernels, int4, compiled"),
+        *("a read of the weights, int4", "llama.cpp, q4_0"),
     ),
     # Few, since all keep their weights in memory.
     "1.1 B, float32": (
@@ -95,8 +103,12 @@ CANDIDATES = {
         *("a read of the weights", "llama.cpp, bf16"),
     ),
     "1.1 B, int8": (
-        *("a read of the weights", "pipekernels, int8, compiled"),
+        *("a read of the weights, int8", "pipekernels, int8, compiled"),
         *("llama.cpp, q8_0", "CTranslate2, int8"),
+    ),
+    "1.1 B, int4": (
+        *("a read of the weights, int4", "pipekernels, int4, compiled"),
+        "llama.cpp, q4_0",
     ),
     "experts, float32": ("two threads", "pipekernels"),
     "experts, bfloat16": ("two threads", "pipekernels"),
@@ -114,7 +126,7 @@ CONDITIONS = {
     "tokens",
     "experts": "Mixtral, 9 layers of width 768, 12 heads, 8 experts of inner width 1536, 2 active, "
     "32000 tokens, tied: 301 M parameters",
-    "int8": "activations in bfloat16, as the candidates beside it",
+    "int8, int4": "activations in bfloat16, as the candidates beside them",
     "work": f"prompt of {PROMPT} tokens, then {NEW} new ones, greedy; seconds per new token",
     "ranks": f"{RANKS} processes of one thread",
     "timing": "slowest rank, candidates in turn, medians over turns",
@@ -171,10 +183,12 @@ def _loaded(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
 
 
-def _reading(rank: int, port: int, serve: Serve, folder: Path, kind: torch.dtype) -> None:
+def _reading(
+    rank: int, port: int, serve: Serve, folder: Path, dtype: torch.dtype, bits: float
+) -> None:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))  # In float32.
     torch.set_num_threads(RANKS)
-    serve(repeated(torch.ones(size // 4 * kind.itemsize // 4).sum, 20))
+    serve(repeated(torch.ones(int(size // 4 * (bits or 8 * dtype.itemsize) / 32)).sum, 20))
 
 
 def _bare(
@@ -194,7 +208,7 @@ def _pipekernels(
     serve: Serve,
     folder: Path,
     dtype: torch.dtype,
-    int8: bool,
+    bits: int,
     compiled: bool,
 ) -> None:
     from pipekernels import Communicator
@@ -204,8 +218,8 @@ def _pipekernels(
     join("gloo", rank, RANKS, port)
     with Communicator.from_process_group() as comm:
         model = tensor_parallelize(_loaded(folder, dtype), "auto", comm)
-        if int8:
-            quantize_weights(model)
+        if bits:
+            quantize_weights(model, bits=bits)
         if compiled:
             compile_decoding(model, PROMPT + NEW)
         serve_tokens(model, folder, serve)
@@ -219,15 +233,19 @@ def _transformers(
 
 
 WORKERS: dict[str, tuple[Any, ...]] = {
-    "a read of the weights": (1, _reading),
+    "a read of the weights": (1, _reading, 0),
+    "a read of the weights, int8": (1, _reading, 8),
+    "a read of the weights, int4": (1, _reading, 4.5),  # With a scale of 16 bits for each 32.
     "one thread": (1, _bare, 1, False),
     "two threads": (1, _bare, RANKS, False),
     "two threads, compiled": (1, _bare, RANKS, True),
-    "pipekernels": (RANKS, _pipekernels, False, False),
-    "pipekernels, compiled": (RANKS, _pipekernels, False, True),
-    "pipekernels, int8": (RANKS, _pipekernels, True, False),
-    "pipekernels, int8, compiled": (RANKS, _pipekernels, True, True),
-    **{f"llama.cpp, {kind}": (1, llama_cpp, kind) for kind in ("f32", "bf16", "q8_0")},
+    "pipekernels": (RANKS, _pipekernels, 0, False),
+    "pipekernels, compiled": (RANKS, _pipekernels, 0, True),
+    "pipekernels, int8": (RANKS, _pipekernels, 8, False),
+    "pipekernels, int8, compiled": (RANKS, _pipekernels, 8, True),
+    "pipekernels, int4": (RANKS, _pipekernels, 4, False),
+    "pipekernels, int4, compiled": (RANKS, _pipekernels, 4, True),
+    **{f"llama.cpp, {kind}": (1, llama_cpp, kind) for kind in ("f32", "bf16", "q8_0", "q4_0")},
     **{f"CTranslate2, {kind}": (1, ctranslate2, kind) for kind in ("float32", "int8")},
     "transformers, Gloo": (RANKS, _transformers, "gloo"),
     "transformers, backend pipekernels": (RANKS, _transformers, "pipekernels"),

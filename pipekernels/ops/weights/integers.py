@@ -108,7 +108,8 @@ def pack_scale(scale: Tensor) -> Tensor:
 
 def unpack_scale(tiles: Tensor, n: int) -> Tensor:
     """The inverse of :func:`pack_scale`."""
-    return tiles.transpose(-1, -2).flatten(-3, -2)[..., :n, :].contiguous()
+    columns = tiles.transpose(-1, -2).flatten(-3, -2)[..., :n, :]
+    return columns.clone(memory_format=torch.contiguous_format)
 
 
 def pack_zero(zero: Tensor, bits: int) -> Tensor:
