@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.pipes import on_cpus
+from support.ranks import run_threads
 from support.walk import COMPREHENSIONS, ROOT, is_own, python_calls
 from torch import nn
 

@@ -104,7 +104,8 @@ def _serve(decode: Decode, serve: Serve, folder: Path, *, exact: bool) -> None:
 
 
 def write_gguf(folder: Path, path: Path, kind: str) -> None:
-    """Write the model in ``folder`` as GGUF, with matrices of type ``kind``: f32, bf16, q8_0 or q4_0."""
+    """Write the model in ``folder`` as GGUF, with matrices of type ``kind``: f32, bf16,
+    q8_0 or q4_0."""
     import gguf
     from safetensors.numpy import load_file
 

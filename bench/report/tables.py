@@ -164,7 +164,9 @@ def svg(
         axis.grid(alpha=0.3)
     figure.tight_layout()
     drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", metadata=dict.fromkeys(["Creator", "Date", "Format", "Type"]))
+    figure.savefig(
+        drawn, format="svg", metadata=dict.fromkeys(["Creator", "Date", "Format", "Type"])
+    )
     pyplot.close(figure)
     # A tenth of a point is enough, and neither points nor indents need space.
     short = re.sub(r"(\d\.\d)\d+", r"\1", drawn.getvalue())

@@ -92,8 +92,8 @@ Tensor product(const Operands& operands, bool few, dlpack::Tensor& out) {
     return tensor && !describe(tensor, described, other);
   };
   if (!describe(operands.x, x, dtype) || absent(operands.weight, weight) ||
-      absent(operands.scale, scale) || absent(operands.zero, zero) ||
-      absent(operands.bias, bias) || x.dims < 1 || is_transposed(x)) {
+      absent(operands.scale, scale) || absent(operands.zero, zero) || absent(operands.bias, bias) ||
+      x.dims < 1 || is_transposed(x)) {
     return nullptr;
   }
   uint32_t threads;
@@ -128,9 +128,8 @@ Tensor by_python(const char* name, Operands& operands, const Arguments&... other
   const py::gil_scoped_acquire gil;
   const auto capsule = [](Tensor& each) { return py::cast(static_cast<void*>(each.release())); };
   const py::object kernel = py::reinterpret_borrow<py::dict>(python_kernels)[name];
-  const py::object result =
-      kernel(capsule(operands.x), capsule(operands.weight), capsule(operands.scale),
-             capsule(operands.zero), others...);
+  const py::object result = kernel(capsule(operands.x), capsule(operands.weight),
+                                   capsule(operands.scale), capsule(operands.zero), others...);
   return Tensor(static_cast<torch_shim::Tensor>(result.cast<void*>()));
 }
 

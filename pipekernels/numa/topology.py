@@ -144,7 +144,7 @@ def places(topology: Topology, ranks: int) -> list[Place]:
     if not 1 <= ranks <= len(cores):
         raise ValueError(
             f"cannot bind {ranks} ranks to {len(cores)} cores, those that this process may use; "
-            f"pass --nproc-per-node of 1 to {len(cores)}, or use torchrun, which does not bind ranks"
+            f"pass --nproc-per-node of 1 to {len(cores)}, or use torchrun, which binds none"
         )
     # More threads than the quota would be stopped for a part of each period, and peers wait.
     usable = len(cores) if topology.quota is None else min(topology.quota, len(cores))

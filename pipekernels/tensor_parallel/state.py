@@ -232,8 +232,8 @@ def _described(shard: Tensor, key: ShardKey) -> _DescribedShard:
     shape, dim = layer.full_shape(name), layer.shard_dim(name)
     if shard.dim() != len(shape):
         raise TypeError(
-            f"{layer.name!r} has weights of integers in the kernel's order, of which no part is one "
-            "of the full tensor; save full_state_dict(model)"
+            f"{layer.name!r} has weights of integers in the kernel's order, which are no part of "
+            "the full tensor; save full_state_dict(model)"
         )
     # One element seen as many: dcp.load would give memory to tensors on the meta device.
     whole = shard.new_empty(()).expand(shape)

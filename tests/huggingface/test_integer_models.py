@@ -1,4 +1,4 @@
-"""Sharded models of transformers with weights of integers generate as their dequantized weights do."""
+"""Sharded models of transformers with weights of integers, and their states."""
 
 import copy
 from pathlib import Path

@@ -55,12 +55,12 @@ def test_operators_have_the_bits_of_eager_products(
             assert torch.equal(y, own.linear(x, added)) and y.is_contiguous()
         y = registered.row_linear(x, each, None, None, len(each), comm.handle, False)
         assert torch.equal(y, own.sum_of_products(x, comm, False))
-    negated = registered.linear(torch._neg_view(x), weight, None, None, None, OUT)  # Has other elements.
+    negated = registered.linear(
+        torch._neg_view(x), weight, None, None, None, OUT
+    )  # Has other elements.
     assert torch.equal(negated, registered.linear(-x, weight, None, None, None, OUT))
     # Ranks may compute in different ways.
-    y = registered.row_linear(
-        x, laid_out[comm.rank], None, None, OUT, comm.handle, False
-    )
+    y = registered.row_linear(x, laid_out[comm.rank], None, None, OUT, comm.handle, False)
     torch.testing.assert_close(y.double(), 2 * (x.double() @ weight.double().t()), **loose(dtype))
 
 
@@ -87,9 +87,7 @@ def test_errors_are_those_of_collectives(rows: int) -> None:
     first, second = Communicator.threads(2, timeout=0.2)
 
     def call() -> Tensor:
-        result: Tensor = registered.row_linear(
-            x, weight, None, None, OUT, first.handle, False
-        )
+        result: Tensor = registered.row_linear(x, weight, None, None, OUT, first.handle, False)
         return result
 
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
@@ -144,9 +142,13 @@ def test_a_layer_is_one_operator_for_any_number_of_rows() -> None:
     expected = ["pipekernels.linear.default", "pipekernels.row_linear.default"]
     with torch.no_grad():
         assert programs(layers, x)[0] == expected
-        names, y = programs(nn.Sequential(IntegerLinear(column, FORMAT), nn.GELU(), IntegerLinear(row, FORMAT)), x)
+        names, y = programs(
+            nn.Sequential(IntegerLinear(column, FORMAT), nn.GELU(), IntegerLinear(row, FORMAT)), x
+        )
         assert names == expected
-        torch.testing.assert_close(y, IntegerLinear(row, FORMAT)(nn.functional.gelu(IntegerLinear(column, FORMAT)(x))))
+        torch.testing.assert_close(
+            y, IntegerLinear(row, FORMAT)(nn.functional.gelu(IntegerLinear(column, FORMAT)(x)))
+        )
     names, y = programs(layers, x)
     assert "pipekernels.linear.default" not in names  # It has no derivative.
     assert y.requires_grad

@@ -1,4 +1,4 @@
-"""Layers with weights of integers: outputs within the error model, states, conversions, refusals."""
+"""Layers with weights of integers: outputs within the error model, states, refusals."""
 
 import copy
 
@@ -26,9 +26,9 @@ def mlp(dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = (24, 50, 33
     torch.manual_seed(0)
     first, second, third = sizes
     layers = [nn.Linear(first, second), nn.ReLU(), nn.Linear(second, first)]
-    return nn.Sequential(
-        *layers, nn.Linear(first, third), nn.Linear(third, 7, bias=False)
-    ).to(dtype)
+    return nn.Sequential(*layers, nn.Linear(first, third), nn.Linear(third, 7, bias=False)).to(
+        dtype
+    )
 
 
 def dequantized(module: nn.Module, bits: int, group: int | None) -> nn.Module:
@@ -192,7 +192,9 @@ def test_what_is_not_supported_is_refused_in_words() -> None:
     assert_raises(ValueError, message, quantize_weights, model)
     message, x = "takes 24 features on cpu, got a tensor of shape", torch.ones(1, 23)
     assert_raises(ValueError, message, model, x)
-    assert_raises(TypeError, "weights of integers, which are made from floats", model[0].reset_parameters)
+    assert_raises(
+        TypeError, "weights of integers, which are made from floats", model[0].reset_parameters
+    )
 
 
 def test_torchao_quantizes_column_parallel_and_whole_layers() -> None:

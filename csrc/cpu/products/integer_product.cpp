@@ -168,8 +168,8 @@ void integer_expert_product(const IntegerProduct& product, const IntegerMatrix& 
           static_cast<const std::byte*>(matrix.scales) + place * scales_per_tile * scale_size;
       if (matrix.zeros != nullptr) piece.zeros = matrix.zeros + place * scales_per_tile;
       if (product.bias != nullptr) {
-        piece.bias = static_cast<const std::byte*>(product.bias) +
-                     (expert * matrix.columns + column) * size;
+        piece.bias =
+            static_cast<const std::byte*>(product.bias) + (expert * matrix.columns + column) * size;
       }
       piece.columns = std::min(kIntegerTile, matrix.columns - column);
       for (int64_t r = 0; r < rows; ++r) {

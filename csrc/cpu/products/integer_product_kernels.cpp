@@ -30,8 +30,9 @@ To reinterpreted(const From& from) {
   return to;
 }
 
-// ---- a tile's columns in registers ---------------------------------------------------------------
-// Integers, Floats: int32 and float32 of 16 columns. Bytes: a quad of each.
+// ---- a tile's columns in registers
+// --------------------------------------------------------------- Integers, Floats: int32 and
+// float32 of 16 columns. Bytes: a quad of each.
 //
 //    add_products(sums, weights, x)    sums + the four products of each column; kSignedBytes: with
 //                                      weights - 128, if they have 8 bits
@@ -125,7 +126,8 @@ inline Integers add_products(const Integers& sums, const Bytes& weights, int32_t
 
 #else
 
-// maddubs adds two products in 16 bits with saturation: 2 * 128 * 127 fits, 2 * 255 * 127 would not.
+// maddubs adds two products in 16 bits with saturation: 2 * 128 * 127 fits, 2 * 255 * 127 would
+// not.
 constexpr bool kSignedBytes = true;
 
 template <int kBits>
@@ -234,7 +236,8 @@ inline Floats load_floats(const float* source) {
 // Subnormal numbers too: the exponent of float32 reaches further down.
 inline float half_to_float(uint16_t value) {
   const uint32_t magnitude = value & 0x7fff, sign = (value & 0x8000u) << 16;
-  if (magnitude >= 0x7c00) return reinterpreted<float>(sign | 0x7f800000u | (magnitude & 0x3ff) << 13);
+  if (magnitude >= 0x7c00)
+    return reinterpreted<float>(sign | 0x7f800000u | (magnitude & 0x3ff) << 13);
   if (magnitude < 0x400) {
     const float result = static_cast<float>(magnitude) * 0x1p-24f;
     return sign != 0 ? -result : result;
@@ -257,7 +260,8 @@ inline void store(float* to, const Floats& v) { std::memcpy(to, &v, sizeof(v)); 
 
 #endif
 
-// ---- elements ------------------------------------------------------------------------------------
+// ---- elements
+// ------------------------------------------------------------------------------------
 
 float from_bfloat16(uint16_t value) { return reinterpreted<float>(uint32_t{value} << 16); }
 
@@ -332,7 +336,8 @@ void round(const RoundedRows& to, const void* x, int64_t inner, DType dtype) {
   }
 }
 
-// ---- products ------------------------------------------------------------------------------------
+// ---- products
+// ------------------------------------------------------------------------------------
 
 void store_columns(const IntegerPiece& piece, int64_t row, const float* sums) {
   for (int64_t i = 0; i < piece.columns; ++i) {
@@ -375,8 +380,8 @@ void product_of_rows(const IntegerPiece& piece, int64_t first) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const int32_t factor = -x_sums[r * blocks + b];
-      sums[r] = zeros == nullptr ? all((kZero - kOffset) * factor)
-                                 : zeros_times(zeros, kOffset, factor);
+      sums[r] =
+          zeros == nullptr ? all((kZero - kOffset) * factor) : zeros_times(zeros, kOffset, factor);
     }
     const auto add = [&](const Bytes& quad, int q) {
 #pragma GCC unroll 8

@@ -26,7 +26,7 @@ constexpr IntegerIsa kIsas[] = {IntegerIsa::kPortable, IntegerIsa::kAvx2, Intege
 
 // A matrix in plain order, and as kernels read it.
 struct Matrix {
-  std::vector<uint8_t> plain;         // [columns][inner]
+  std::vector<uint8_t> plain;          // [columns][inner]
   std::vector<uint8_t> packed, zeros;  // zeros: [tile][group][16]
   std::vector<float> scales;           // the same, exact in scale_dtype
   std::vector<uint16_t> half_scales;
@@ -52,7 +52,7 @@ struct Matrix {
       const float scale = static_cast<float>(random() % 1000) / 7e4f * (i % 5 == 0 ? -1 : 1);
       if (scale_dtype == DType::kFloat16) half_scales[i] = Fp16Element::narrow(scale * 1e-3f);
       if (scale_dtype == DType::kBFloat16) half_scales[i] = Bf16Element::narrow(scale);
-      scales[i] = scale_dtype == DType::kFloat32    ? scale
+      scales[i] = scale_dtype == DType::kFloat32   ? scale
                   : scale_dtype == DType::kFloat16 ? Fp16Element::widen(half_scales[i])
                                                    : Bf16Element::widen(half_scales[i]);
       zeros[i] = zeroed ? random() % (1 << bits) : 1 << (bits - 1);
@@ -70,8 +70,8 @@ struct Matrix {
         const uint8_t value = plain[(e * m.columns + i) * m.inner + j];
         const int64_t tile = e * m.tiles() + i / kIntegerTile, block = j / kIntegerBlock;
         const int64_t quad = j % kIntegerBlock / 4, place = i % kIntegerTile * 4 + j % 4;
-        uint8_t* const base = &packed[tile * m.tile_bytes() +
-                                      block * kIntegerBlock * kIntegerTile * m.bits / 8];
+        uint8_t* const base =
+            &packed[tile * m.tile_bytes() + block * kIntegerBlock * kIntegerTile * m.bits / 8];
         if (m.bits == 8) {
           base[quad * 64 + place] = value;
         } else {
@@ -94,8 +94,9 @@ float product(const Matrix& matrix, int64_t e, int64_t i, const float* x) {
       is_finite = is_finite && std::isfinite(x[k]);
       most = std::max(most, std::fabs(x[k]));
     }
-    const int64_t place = ((e * m.tiles() + i / kIntegerTile) * m.groups() + j / m.group) *
-                              kIntegerTile + i % kIntegerTile;
+    const int64_t place =
+        ((e * m.tiles() + i / kIntegerTile) * m.groups() + j / m.group) * kIntegerTile +
+        i % kIntegerTile;
     float x_scale = is_finite ? most / 127 : std::numeric_limits<float>::quiet_NaN();
     const bool is_zero = !is_finite || most < 0x1p-100f;
     if (is_finite && is_zero) x_scale = 0;
@@ -138,7 +139,8 @@ void test_bfloat16(const Matrix& matrix, int64_t rows, IntegerIsa isa) {
   auto x = random_rows(rows * m.inner, 3), bias = random_rows(m.columns, 4);
   std::vector<uint16_t> x16, bias16, out(rows * m.columns);
   for (float& value : x) value = Bf16Element::widen(x16.emplace_back(Bf16Element::narrow(value)));
-  for (float& value : bias) value = Bf16Element::widen(bias16.emplace_back(Bf16Element::narrow(value)));
+  for (float& value : bias)
+    value = Bf16Element::widen(bias16.emplace_back(Bf16Element::narrow(value)));
   integer_product({out.data(), x16.data(), bias16.data(), rows, DType::kBFloat16}, m, 1, isa);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t i = 0; i < m.columns; ++i) {
@@ -185,8 +187,8 @@ void test_extremes(IntegerIsa isa) {
 // A row with a NaN or an infinity is NaN, and no other; tiny and zero blocks are zeros.
 void test_special_values(IntegerIsa isa) {
   const Matrix matrix(4, 20, 100, 32, DType::kFloat32, true, 6);
-  for (const float special : {std::numeric_limits<float>::quiet_NaN(),
-                              std::numeric_limits<float>::infinity(), 1e-40f}) {
+  for (const float special :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), 1e-40f}) {
     auto x = random_rows(300, 7);
     x[150] = special;
     if (special < 1) std::fill(&x[100], &x[200], special);

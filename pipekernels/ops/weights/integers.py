@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipekernels import _backend
-from pipekernels.ops.gemm import as_matrix
 from pipekernels.ops.weights.base import BLOCK, Weight
 
 TILE, STEP = 16, 32
@@ -50,10 +49,13 @@ class Integers(NamedTuple):
         weight = self.weight.float().unflatten(-1, (groups, -1))
         if self.zero is not None:
             weight -= self.zero.unsqueeze(-1)
-        return (weight * self.scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
+        floats: Tensor = weight * self.scale.float().unsqueeze(-1)
+        return floats.flatten(-2).to(dtype)
 
 
-def rounded(weight: Tensor, bits: int, group: int | None, largest: Tensor | None = None) -> Integers:
+def rounded(
+    weight: Tensor, bits: int, group: int | None, largest: Tensor | None = None
+) -> Integers:
     """``weight``, ``[..., n, k]``, as integers of ``bits``, without zeros.
 
     A scale is a group's largest magnitude over 127 in 8 bits. In 4 bits it is the element of the
@@ -78,11 +80,11 @@ def rounded(weight: Tensor, bits: int, group: int | None, largest: Tensor | None
 
 
 def pack_weight(weight: Tensor, bits: int) -> Tensor:
-    """Integers, ``[..., n, k]``, in the kernel's order: uint8, ``[..., tiles, steps, 64 * bits]``."""
-    values = functional.pad(_unsigned(weight, bits), (0, -weight.shape[-1] % STEP))
-    values = functional.pad(values, (0, 0, 0, -weight.shape[-2] % TILE))
+    """Integers, ``[..., n, k]``, in the kernel's order: uint8, ``[..., tiles, steps, bytes]``."""
+    padding = 0, -weight.shape[-1] % STEP, 0, -weight.shape[-2] % TILE
+    full = functional.pad(_unsigned(weight, bits), padding)
     # [tiles, 16, steps, 8, 4] -> [tiles, steps, 8, 16, 4]
-    values = values.unflatten(-1, (-1, 8, 4)).unflatten(-4, (-1, TILE)).movedim(-4, -2)
+    values: Tensor = full.unflatten(-1, (-1, 8, 4)).unflatten(-4, (-1, TILE)).movedim(-4, -2)
     if bits == 4:
         values = values[..., :4, :, :] | values[..., 4:, :, :] << 4
     return values.contiguous().flatten(-3)
@@ -101,7 +103,7 @@ def unpack_weight(values: Tensor, n: int, k: int) -> Tensor:
 def pack_scale(scale: Tensor) -> Tensor:
     """Scales, ``[..., n, groups]``, in the kernel's order: ``[..., tiles, groups, 16]``."""
     full = functional.pad(scale, (0, 0, 0, -scale.shape[-2] % TILE))
-    tiles = full.unflatten(-2, (-1, TILE)).transpose(-1, -2)
+    tiles: Tensor = full.unflatten(-2, (-1, TILE)).transpose(-1, -2)
     # Not contiguous(), which keeps other strides where there is one group.
     return tiles.clone(memory_format=torch.contiguous_format)
 

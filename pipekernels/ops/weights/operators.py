@@ -23,9 +23,7 @@ from pipekernels.ops.weights.dense import DenseWeight
 from pipekernels.ops.weights.integers import IntegerWeight
 
 
-def weight_of(
-    tensor: Tensor, columns: int, scale: Tensor | None, zero: Tensor | None
-) -> Weight:
+def weight_of(tensor: Tensor, columns: int, scale: Tensor | None, zero: Tensor | None) -> Weight:
     """The weight that has these tensors, in its format."""
     if scale is None:
         return DenseWeight(tensor)

@@ -57,8 +57,8 @@ class Format(NamedTuple):
         return 1 if self.group is None else features // self.group
 
     def integers(self, weight: Tensor, comm: Communicator | None) -> Integers:
-        """``weight``, ``[..., n, k]``, of which the ranks of ``comm`` hold the other parts of ``k``.
-        Collective if a group is a row."""
+        """``weight``, ``[..., n, k]``; the ranks of ``comm`` hold the other parts of ``k``, and
+        call this together if a group is a row."""
         largest = None
         if comm is not None and self.group is None:
             largest = comm.all_reduce(weight.abs().amax(-1, keepdim=True).float(), "max")

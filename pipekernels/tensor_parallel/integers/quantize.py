@@ -59,8 +59,8 @@ def quantize_weights(model: Model, *, bits: int = 8, group_size: int | None = No
     for layer in layers:
         if layer.invariant:
             raise ValueError(
-                f"{layer._described()} has invariant=True, which does not support weights of integers: "
-                "its bits are those of products of floats; shard the model without it"
+                f"{layer._described()} has invariant=True, which does not support weights of "
+                "integers: its bits are those of products of floats; shard the model without it"
             )
         if is_hooked(layer):
             raise TypeError(f"{layer._described()} has hooks, which would be lost; {REMEDY}")

@@ -24,8 +24,8 @@ struct ExpertProduct {
   DType dtype;
 };
 
-// Throws std::invalid_argument unless the dtype is a floating one, `rows` divides `pairs`, and all of
-// `chosen` are in 0..experts - 1.
+// Throws std::invalid_argument unless the dtype is a floating one, `rows` divides `pairs`, and all
+// of `chosen` are in 0..experts - 1.
 void expert_product(const ExpertProduct& product, int threads, Isa isa = best_isa());
 
 }  // namespace pipekernels

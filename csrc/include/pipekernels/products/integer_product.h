@@ -24,8 +24,8 @@ namespace pipekernels {
 constexpr int64_t kIntegerBlock = 32, kIntegerTile = 16;
 
 // The instruction sets that integer products are compiled for. kAvxVnni and kAvx512Vnni multiply
-// and add four bytes in one instruction. Matrix registers (AMX) gain nothing: the sums of each block
-// leave them through memory.
+// and add four bytes in one instruction. Matrix registers (AMX) gain nothing: the sums of each
+// block leave them through memory.
 enum class IntegerIsa { kPortable, kAvx2, kAvxVnni, kAvx512Vnni };
 
 bool integer_isa_available(IntegerIsa isa);
@@ -33,14 +33,14 @@ bool integer_isa_available(IntegerIsa isa);
 // The fastest one that this machine supports.
 IntegerIsa best_integer_isa();
 
-// A matrix of (value - zero) * scale, where `value` is unsigned. A group are `group` elements of the
-// inner dimension, which share a scale and a zero; the last one may be shorter.
+// A matrix of (value - zero) * scale, where `value` is unsigned. A group are `group` elements of
+// the inner dimension, which share a scale and a zero; the last one may be shorter.
 struct IntegerMatrix {
   const uint8_t* values;  // as above
   const void* scales;     // [tile][group][16 columns]
   const uint8_t* zeros;   // the same; null: 2^(bits - 1)
   int64_t columns, inner, group;
-  int bits;  // 8 or 4
+  int bits;           // 8 or 4
   DType scale_dtype;  // kFloat32, kFloat16 or kBFloat16
 
   int64_t tiles() const { return (columns + kIntegerTile - 1) / kIntegerTile; }
@@ -49,8 +49,9 @@ struct IntegerMatrix {
   int64_t tile_bytes() const { return blocks() * kIntegerBlock * kIntegerTile * bits / 8; }
 };
 
-// out[r][i] = sum over j of x[r][j] * matrix[i][j], plus bias[i] unless `bias` is null, rounded once
-// to `dtype`. All are contiguous: `x` is [rows, inner], `out` [rows, columns]; none overlaps `out`.
+// out[r][i] = sum over j of x[r][j] * matrix[i][j], plus bias[i] unless `bias` is null, rounded
+// once to `dtype`. All are contiguous: `x` is [rows, inner], `out` [rows, columns]; none overlaps
+// `out`.
 //
 // A row's block of `x` stands for round(127 x / m) m / 127, with m its largest magnitude. A block
 // with a NaN or an infinity makes its row NaN; one below 2^-100 counts as zeros.
@@ -67,9 +68,9 @@ struct IntegerProduct {
 void integer_product(const IntegerProduct& product, const IntegerMatrix& matrix, int threads,
                      IntegerIsa isa = best_integer_isa());
 
-// The product of pair p: row p * rows / pairs of `x` with matrix chosen[p] out of `experts` that lie
-// one after another, each with its own values, scales, zeros and bias; `out` is [pairs, columns].
-// Every row of `x` has as many pairs, which follow each other. A pair has the bits of
+// The product of pair p: row p * rows / pairs of `x` with matrix chosen[p] out of `experts` that
+// lie one after another, each with its own values, scales, zeros and bias; `out` is [pairs,
+// columns]. Every row of `x` has as many pairs, which follow each other. A pair has the bits of
 // integer_product(). Of the matrices, only those that are chosen are read.
 //
 // Throws std::invalid_argument also unless `rows` divides `pairs` and all of `chosen` are in
