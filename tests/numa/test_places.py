@@ -156,7 +156,8 @@ def test_a_container_of_six_cores_has_so_many_threads(
 @pytest.mark.parametrize("ranks", [0, -1, 49])
 def test_more_ranks_than_cores_are_an_error(ranks: int, tmp_path: Path) -> None:
     topology = topology_of(tmp_path, TWO_SOCKETS)
-    with pytest.raises(ValueError, match=f"{ranks} ranks .* may use 48 cores; start 1 to 48 ranks"):
+    message = f"cannot bind {ranks} ranks to 48 cores.*; pass --nproc-per-node of 1 to 48"
+    with pytest.raises(ValueError, match=message):
         places(topology, ranks)
 
 

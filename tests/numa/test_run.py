@@ -69,8 +69,8 @@ def test_a_dry_run_prints_places_only(capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "message"),
     [
         (["--nproc-per-node", "gpu"], "must be a number or 'auto', got 'gpu'"),
-        (["--nproc-per-node", "0"], "0 ranks cannot each have"),
-        (["--nproc-per-node", "100000"], "start 1 to [0-9]+ ranks"),
+        (["--nproc-per-node", "0"], "cannot bind 0 ranks to"),
+        (["--nproc-per-node", "100000"], "pass --nproc-per-node of 1 to [0-9]+, or use torchrun"),
         (["--numa-binding", "node"], "use torchrun with"),
     ],
 )
