@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,13 +14,19 @@ from pipekernels._torch_private import non_persistent_buffers
 from pipekernels.huggingface.checkpoint import Slice, check_not_quantized, checkpoint_for
 from pipekernels.huggingface.pretrained import raised_on_all
 from pipekernels.tensor_parallel.data_parallel import distributed_like
+from pipekernels.tensor_parallel.integers.quantize import Quantization, check_finite
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # Of these, a conversion is a value of the other dtype.
 
 
 def load_pretrained(
-    model: nn.Module, folder: str | Path, device: torch.device | str = "cpu"
+    model: nn.Module,
+    folder: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    bits: int | None = None,
+    group_size: int | None = None,
 ) -> None:
     """Load the files that transformers' ``save_pretrained`` wrote, in place. Each rank reads only
     its slices of sharded layers, so no rank ever holds the whole model
@@ -34,6 +40,9 @@ def load_pretrained(
             that it names; or the one of such files that its ``config.json`` names in
             ``transformers_weights``: as for ``from_pretrained``.
         device: receives what is on the meta device; the rest stays where it is.
+        bits, group_size: as for :func:`pipekernels.tensor_parallel.quantize_weights`, which this
+            does for each layer when it has been read, so that no rank ever holds the whole model
+            in floats. None: no quantization.
 
     Raises:
         FileNotFoundError: there are only files of other formats or variants, or a file that the
@@ -52,11 +61,46 @@ def load_pretrained(
     with raised_on_all(model):
         sources = _sources(model, Path(folder))
         computed = _computed_buffers(model, device)
-    with raised_on_all(model), torch.no_grad():
-        for target, source in sources:
-            target.put(target.read(source()), device)
+        quantization = None if bits is None else Quantization(model, bits, group_size)
+    if quantization is not None:
+        _load_quantized(model, sources, device, quantization)
+    else:
+        with raised_on_all(model):
+            _load(sources, device)
     for module, buffers in computed:
         module._buffers.update(buffers)
+
+
+@torch.no_grad()
+def _load(sources: Iterable[tuple[_Target, Slice]], device: torch.device | str) -> None:
+    for target, source in sources:
+        target.put(target.read(source()), device)
+
+
+def _load_quantized(
+    model: nn.Module,
+    sources: list[tuple[_Target, Slice]],
+    device: torch.device | str,
+    quantization: Quantization,
+) -> None:
+    """Load the layers that stay in floats, then each of the others, and quantize it at once."""
+    own: dict[nn.Module, list[tuple[_Target, Slice]]] = {x: [] for x in quantization.layers}
+    others: list[tuple[_Target, Slice]] = []
+    for target, source in sources:
+        owner = target.owners[0][0]
+        # A head that shares its weight with an embedding gets its own.
+        is_own = owner in own and all(other is owner for other, _ in target.owners)
+        (own[owner] if is_own else others).append((target, source))
+    with raised_on_all(model):
+        _load(others, device)
+    for layer, parts in own.items():
+        with raised_on_all(model):
+            _load(parts, device)
+            check_finite(layer)
+        quantization.replace({layer: quantization.made_of(layer)})
+        parts.clear()
+        layer._parameters = {}  # Of floats, which the list of sources refers to.
+    model.requires_grad_(False)
 
 
 def _sources(model: nn.Module, folder: Path) -> list[tuple[_Target, Slice]]:
@@ -113,7 +157,7 @@ class _Target(NamedTuple):
             whole: Tensor = file[...]
             return whole
         layer, name = self.shard
-        return layer.part(name, file)
+        return layer._part(name, file)
 
     def put(self, value: Tensor, device: torch.device | str) -> None:
         """Set the value; on the meta device, by a new tensor with memory of its own."""

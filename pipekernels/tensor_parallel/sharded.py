@@ -113,9 +113,9 @@ class ShardedLayer(nn.Module):
 
     def shard(self, name: str, full: Tensor) -> Tensor:
         """A copy of this rank's shard of the full parameter ``name``."""
-        return self.part(name, full).clone(memory_format=torch.contiguous_format)
+        return self._part(name, full).clone(memory_format=torch.contiguous_format)
 
-    def part(self, name: str, full: Any) -> Tensor:
+    def _part(self, name: str, full: Any) -> Tensor:
         """:meth:`shard`, perhaps a view, of a tensor or of safetensors' slice of one, of which only
         this part is read."""
         if name not in self.shard_dims:

@@ -34,6 +34,8 @@ def test_tokens_and_logits_are_those_of_the_dequantized_model(family: str, tmp_p
     kind, config, expected_class = FAMILIES[family]
     # The kernel, which rounds the input of a layer too, does not take float64.
     full = small_model(kind, config())[0].double()
+    with torch.device("meta"):
+        empty = kind(full.config).double().eval()
     ids = torch.randint(3, 61, (1, 7))
 
     def body(comm: Communicator) -> None:
@@ -59,6 +61,11 @@ def test_tokens_and_logits_are_those_of_the_dequantized_model(family: str, tmp_p
             parameter.data.mul_(2)
         load_pretrained(quantize_weights(other), tmp_path / "integers")
         assert other(input_ids=ids).logits.equal(logits)
+        # Read and quantized layer by layer.
+        read = tensor_parallelize(copy.deepcopy(empty), "auto", comm)
+        load_pretrained(read, folder, bits=8)
+        assert read(input_ids=ids).logits.equal(logits)
+        assert not any(p.requires_grad for p in read.parameters())
         tensor_unparallelize(model)
         assert not any(p.dtype == torch.uint8 for p in model.parameters())
         # The sums of a few layers, in another order.

@@ -163,7 +163,7 @@ def memory(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def loading(comm: Communicator, folder: Path) -> tuple[int, int, int]:
+def loading(comm: Communicator, folder: Path, bits: int | None) -> tuple[int, int, int]:
     """Bytes of this rank's weights, of the process before they are loaded, and at the most until
     they have given logits."""
     with torch.device("meta"):
@@ -172,7 +172,7 @@ def loading(comm: Communicator, folder: Path) -> tuple[int, int, int]:
     tensor_parallelize(model, "auto", comm)
     Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
     before = memory("VmRSS:")
-    load_pretrained(model, folder)
+    load_pretrained(model, folder, bits=bits)
     with torch.no_grad():
         model(tokens(1, 4))
     return sum(parameter.nbytes for parameter in model.parameters()), before, memory("VmHWM:")
@@ -191,9 +191,15 @@ def test_no_rank_ever_holds_more_than_its_share(tmp_path: Path) -> None:
     whole = sum(parameter.nbytes for parameter in plain.parameters())
     plain.save_pretrained(tmp_path)
     del plain
-    for held, base, peak in run_processes(2, loading, tmp_path):
+    for held, base, peak in run_processes(2, loading, tmp_path, None):
         assert 2**29 < held < 0.51 * whole and base < 2**29
         assert peak <= base + 1.1 * held
+    # Quantized while it is read: beside the integers there is one layer, at most the head, in the
+    # mapped file, in floats, and in what rounding makes of them: five tensors of the same size.
+    head = 4 * 1024 * 8000 // 2
+    for held, base, peak in run_processes(2, loading, tmp_path, 4):
+        assert held < 0.2 * 0.51 * whole
+        assert peak <= base + 1.1 * held + 7 * head
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, read: Counter[int]) -> None:

@@ -42,8 +42,16 @@ class Format(NamedTuple):
     bits: int
     group: int | None
 
-    def check(self, layer: ShardedLayer, sizes: Sequence[int]) -> None:
-        """Raise ValueError unless groups divide ``sizes``, those of the ranks' parts of a row."""
+    def check(self, layer: ShardedLinear | ParallelExperts) -> None:
+        """Raise ValueError unless groups divide the input features of each rank."""
+        if isinstance(layer, ParallelExperts):
+            sizes, shared = [layer.hidden_size], layer.inner_size
+            is_cut, heads = not layer.expert_parallel, None
+        else:
+            sizes, shared, heads = [], layer.in_features, layer.heads
+            is_cut = isinstance(layer, RowParallelLinear)
+        spans = shard_spans(shared, layer.world_size, heads) if is_cut else [(0, shared)]
+        sizes += [size for _, size in spans]
         cut = [size for size in sizes if self.group is not None and size % self.group]
         if cut:
             raise ValueError(
@@ -79,7 +87,7 @@ class _IntegerLayer(ShardedLayer):
         layer: in floats. All but its weights is as there.
         scales: of each parameter that becomes integers, the name of its scale.
         cut: those of them whose rows lie on several ranks.
-        format: of the integers.
+        format: of the integers, whose groups divide the input features of each rank.
     """
 
     def __init__(
@@ -111,8 +119,8 @@ class _IntegerLayer(ShardedLayer):
             part = unpack_scale(part, self._own[name][0])
         return part if name in self._replicated else super().gather(name, part)
 
-    def part(self, name: str, full: Any) -> Tensor:
-        part = full[...] if name in self._replicated else super().part(name, full)
+    def _part(self, name: str, full: Any) -> Tensor:
+        part = full[...] if name in self._replicated else super()._part(name, full)
         if name in self.scales:
             return pack_weight(part, self.format.bits)
         return pack_scale(part) if name in self._own else part
@@ -156,20 +164,12 @@ class IntegerLinear(_IntegerLayer, LinearLayer):
         bias: as that of ``layer``.
 
     The forward takes and gives the shapes of ``layer``, of any floating dtype.
-
-    Raises:
-        ValueError: groups do not divide the input features of a rank.
     """
 
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "scale", "bias")
 
     def __init__(self, layer: ShardedLinear, format: Format) -> None:
         self.is_row = isinstance(layer, RowParallelLinear)
-        sizes = [layer.in_features]
-        if self.is_row:
-            spans = shard_spans(layer.in_features, layer.world_size, layer.heads)
-            sizes = [size for _, size in spans]
-        format.check(layer, sizes)
         super().__init__(layer, {"weight": "scale"}, ["weight"] if self.is_row else [], format)
         names = ("weight", "scale") if self.is_row else self.parameter_names
         self.shard_dims = dict.fromkeys(names, int(self.is_row))  # type: ignore[misc]
@@ -207,16 +207,9 @@ class IntegerExperts(_IntegerLayer, ParallelExperts):
     Matrices are ``[E, out, in]``, whatever the layout of the full module; each has scales,
     ``gate_up_proj_scale`` and so on, ``[E, out, groups]``. Shapes of the forward: as for
     :class:`ParallelExperts`.
-
-    Raises:
-        ValueError: groups do not divide the input features of a rank.
     """
 
     def __init__(self, layer: ParallelExperts, format: Format) -> None:
-        inner = [layer.inner_size]
-        if not layer.expert_parallel:
-            inner = [size for _, size in shard_spans(layer.inner_size, layer.world_size)]
-        format.check(layer, [layer.hidden_size, *inner])
         scales = {name: f"{name}_scale" for name in (layer.first, "down_proj")}
         super().__init__(layer, scales, [] if layer.expert_parallel else ["down_proj"], format)
         self._full_shapes = {

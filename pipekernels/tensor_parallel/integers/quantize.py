@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -37,54 +38,83 @@ def quantize_weights(model: Model, *, bits: int = 8, group_size: int | None = No
             experts; a layer has ``invariant=True``, input features of a rank that groups do not
             divide, or weights that are not finite. The model is then unchanged.
     """
-    check_kind("model", model, nn.Module, "an nn.Module")
-    if bits not in (8, 4):
-        raise ValueError(f"bits must be 8 or 4, got {bits!r}")
-    group = 32 if bits == 4 and group_size is None else group_size
-    if group is not None and (type(group) is not int or group < 32 or group % 32):
-        raise ValueError(f"group_size must be a multiple of 32, or None, got {group_size!r}")
-    format = Format(bits, group)
-    found: list[Any] = [
-        layer
-        for layer in sharded_layers(model)
-        if isinstance(layer, ShardedLinear)
-        or (isinstance(layer, ParallelExperts) and layer.is_routed)
-    ]
-    layers = [layer for layer in found if type(layer) is not IntegerExperts]
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no sharded linear layers or experts in floats; call "
-            "tensor_parallelize() first"
-        )
-    for layer in layers:
-        if layer.invariant:
-            raise ValueError(
-                f"{layer._described()} has invariant=True, which does not support weights of "
-                "integers: its bits are those of products of floats; shard the model without it"
-            )
-        if is_hooked(layer):
-            raise TypeError(f"{layer._described()} has hooks, which would be lost; {REMEDY}")
+    quantization = Quantization(model, bits, group_size)
+    _check_finite(quantization.layers)
     # New layers, so that nothing has changed if one cannot be made; they replace the old at once.
-    _check_finite(layers)
-    replaced: dict[nn.Module, ShardedLayer] = {
-        layer: IntegerLinear(layer, format)
-        if isinstance(layer, ShardedLinear)
-        else IntegerExperts(layer, format)
-        for layer in layers
-    }
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child in replaced:
-                parent._modules[name] = replaced[child]
+    quantization.replace({layer: quantization.made_of(layer) for layer in quantization.layers})
     return model.requires_grad_(False)
 
 
+class Quantization:
+    """The quantization of a model: which layers, and to what. For arguments and errors see
+    :func:`quantize_weights`; values of weights are not looked at.
+
+    Attributes:
+        layers: whose weights become integers.
+    """
+
+    def __init__(self, model: nn.Module, bits: int, group_size: int | None) -> None:
+        check_kind("model", model, nn.Module, "an nn.Module")
+        if bits not in (8, 4):
+            raise ValueError(f"bits must be 8 or 4, got {bits!r}")
+        group = 32 if bits == 4 and group_size is None else group_size
+        if group is not None and (type(group) is not int or group < 32 or group % 32):
+            raise ValueError(f"group_size must be a multiple of 32, or None, got {group_size!r}")
+        self._model = model
+        self._format = Format(bits, group)
+        found: list[Any] = [
+            layer
+            for layer in sharded_layers(model)
+            if isinstance(layer, ShardedLinear)
+            or (isinstance(layer, ParallelExperts) and layer.is_routed)
+        ]
+        self.layers = [layer for layer in found if type(layer) is not IntegerExperts]
+        if not self.layers:
+            raise ValueError(
+                f"{type(model).__name__} has no sharded linear layers or experts in floats; call "
+                "tensor_parallelize() first"
+            )
+        for layer in self.layers:
+            if layer.invariant:
+                raise ValueError(
+                    f"{layer._described()} has invariant=True, which does not support weights of "
+                    "integers: its bits are those of products of floats; shard the model without it"
+                )
+            if is_hooked(layer):
+                raise TypeError(f"{layer._described()} has hooks, which would be lost; {REMEDY}")
+            self._format.check(layer)
+
+    def made_of(self, layer: Any) -> ShardedLayer:
+        """``layer`` with weights of integers. Collective if ranks share rows whose scales are
+        theirs."""
+        if isinstance(layer, ShardedLinear):
+            return IntegerLinear(layer, self._format)
+        return IntegerExperts(layer, self._format)
+
+    def replace(self, replaced: Mapping[nn.Module, nn.Module]) -> None:
+        """Put new modules in the place of old ones."""
+        for parent in list(self._model.modules()):
+            for name, child in parent._modules.items():
+                if child is not None and child in replaced:
+                    parent._modules[name] = replaced[child]
+
+
+def _is_finite(layer: Any) -> bool:
+    return all(bool(p.isfinite().all()) for p in layer._plain_parameters().values())
+
+
+def check_finite(layer: Any) -> None:
+    """Raise ValueError if a weight of ``layer`` on this rank is not finite."""
+    if not _is_finite(layer):
+        raise ValueError(
+            f"{layer._described()} has weights that are not finite, which integers cannot "
+            "represent; repair them, or leave this layer as it is"
+        )
+
+
 def _check_finite(layers: list[Any]) -> None:
-    """Raise ValueError on all ranks if any rank has a weight that is not finite."""
-    bad = [
-        not all(bool(p.isfinite().all()) for p in layer._plain_parameters().values())
-        for layer in layers
-    ]
+    """:func:`check_finite` on all ranks, if it raises on any."""
+    bad = [not _is_finite(layer) for layer in layers]
     # For each communicator a flag per layer, false for those of others: its place is the layer's.
     for comm in dict.fromkeys(layer.comm for layer in layers):
         flags = [flag and layer.comm is comm for flag, layer in zip(bad, layers, strict=True)]
