@@ -43,6 +43,7 @@ def copy_micro_batches_cuda(
 # They return whether they apply; see ops/weights/k_slices.py and ops/expert_linear.py.
 
 FEW_ROWS: int
+INTEGER_ISAS: tuple[int, ...]  # Those of this machine, the portable one first.
 
 def skinny_gemm(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, threads: int, /
@@ -65,6 +66,7 @@ def integer_product(
     bias: Tensor | None,
     chosen: Tensor | None,
     threads: int,
+    isa: int = ...,
     /,
 ) -> bool: ...
 def skinny_gemm_partial(

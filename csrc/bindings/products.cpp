@@ -230,11 +230,11 @@ bool read_integers(const IntegerOperands& operands, IntegerCall& call) {
          dlpack::dense_elements(*out) == call.pairs * matrix.columns;
 }
 
-void IntegerCall::run(int threads) const {
+void IntegerCall::run(int threads, IntegerIsa isa) const {
   if (chosen == nullptr) {
-    integer_product(product, matrix, threads);
+    integer_product(product, matrix, threads, isa);
   } else {
-    integer_expert_product(product, matrix, chosen, pairs, experts, threads);
+    integer_expert_product(product, matrix, chosen, pairs, experts, threads, isa);
   }
 }
 
@@ -281,11 +281,17 @@ PyObject* expert_product(PyObject*, PyObject* const* arguments, Py_ssize_t count
   });
 }
 
-// integer_product(out, x, values, scales, zeros, bias, chosen, threads) -> bool
+// integer_product(out, x, values, scales, zeros, bias, chosen, threads[, isa]) -> bool
 //
-// The same of integers, or of one matrix of them if `chosen` is None; unless read_integers().
+// The same of integers, or of one matrix of them if `chosen` is None; unless read_integers(). `isa`
+// is one of INTEGER_ISAS in place of the fastest.
 PyObject* integer_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  return call_experts<7>(arguments, count, [](const dlpack::Tensor* const* given, int threads) {
+  IntegerIsa isa = best_integer_isa();
+  if (count == 9) {
+    isa = static_cast<IntegerIsa>(PyLong_AsLong(arguments[--count]));
+    if (PyErr_Occurred()) return nullptr;
+  }
+  return call_experts<7>(arguments, count, [&](const dlpack::Tensor* const* given, int threads) {
     IntegerCall call{};
     if (given[3] == nullptr ||
         !read_integers({given[0], given[1], given[2], given[3], given[4], given[5], given[6]},
@@ -293,7 +299,7 @@ PyObject* integer_product(PyObject*, PyObject* const* arguments, Py_ssize_t coun
       return false;
     }
     const NoGil no_gil;
-    call.run(threads);
+    call.run(threads, isa);
     return true;
   });
 }
@@ -314,6 +320,11 @@ void define(py::module_& m, const char* name) {
 
 void bind_products(py::module_& m) {
   m.attr("FEW_ROWS") = kMaxSkinnyRows;
+  py::list isas;
+  for (const IntegerIsa isa : kIntegerIsas) {
+    if (integer_isa_available(isa)) isas.append(static_cast<int>(isa));
+  }
+  m.attr("INTEGER_ISAS") = py::tuple(isas);
   define<&skinny_gemm>(m, "skinny_gemm");
   define<&skinny_gemm_partial>(m, "skinny_gemm_partial");
   define<&expert_product>(m, "expert_product");

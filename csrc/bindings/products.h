@@ -34,7 +34,7 @@ struct IntegerCall {
   const int64_t* chosen;  // null: one matrix
   int64_t pairs, experts;
 
-  void run(int threads) const;
+  void run(int threads, IntegerIsa isa = best_integer_isa()) const;
 };
 
 bool read_integers(const IntegerOperands& operands, IntegerCall& call);

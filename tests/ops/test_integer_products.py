@@ -1,11 +1,12 @@
-"""Weights of integers: rounding, the kernel's order, and products within the error model. That all
-instruction sets give the same bits, csrc/tests/products/integer_product_test.cpp says."""
+"""Weights of integers: rounding, the kernel's order, products within the error model, and with the
+same bits on all instruction sets. The definition: csrc/tests/products/integer_product_test.cpp."""
 
 import pytest
 import torch
 from support.reference import gamma
 from torch import Tensor
 
+from pipekernels import _backend
 from pipekernels.ops.weights import IntegerWeight
 from pipekernels.ops.weights.integers import (
     Integers,
@@ -103,6 +104,24 @@ def test_products_are_within_the_error_model(
     for row in range(min(rows, 5)):
         with torch.no_grad():
             assert own.linear(x[row], bias).equal(found[row])
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+def test_all_instruction_sets_give_the_same_bits(
+    bits: int, group: int | None, dtype: torch.dtype, rows: int
+) -> None:
+    torch.manual_seed(rows)
+    module = _backend.load()
+    for n, k, zeros in ((37, 192, True), (16, 1024, False), (100, 64, True)):
+        own = weight_of(integers((n, k), bits, group, zeros), bits)
+        x = (torch.randn(rows, k) * torch.randn(rows, 1).exp()).to(dtype)
+        operands = x, own.tensor, own.scale, own.zero, torch.randn(n).to(dtype), None
+        results = [x.new_empty(rows, n) for _ in module.INTEGER_ISAS]
+        for isa, out in zip(module.INTEGER_ISAS, results, strict=True):
+            assert module.integer_product(out, *operands, 1 + isa, isa)
+            assert out.equal(results[0])
 
 
 @formats

@@ -44,11 +44,11 @@ bool integer_isa_available(IntegerIsa isa) {
 
 IntegerIsa best_integer_isa() {
   static const IntegerIsa best = [] {
-    for (const IntegerIsa isa :
-         {IntegerIsa::kAvx512Vnni, IntegerIsa::kAvxVnni, IntegerIsa::kAvx2}) {
-      if (integer_isa_available(isa)) return isa;
+    IntegerIsa fastest = IntegerIsa::kPortable;
+    for (const IntegerIsa isa : kIntegerIsas) {
+      if (integer_isa_available(isa)) fastest = isa;
     }
-    return IntegerIsa::kPortable;
+    return fastest;
   }();
   return best;
 }

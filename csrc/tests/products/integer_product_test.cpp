@@ -21,9 +21,6 @@ namespace {
 
 using namespace pipekernels;
 
-constexpr IntegerIsa kIsas[] = {IntegerIsa::kPortable, IntegerIsa::kAvx2, IntegerIsa::kAvxVnni,
-                                IntegerIsa::kAvx512Vnni};
-
 // A matrix in plain order, and as kernels read it.
 struct Matrix {
   std::vector<uint8_t> plain;          // [columns][inner]
@@ -267,7 +264,7 @@ void test_errors() {
 }  // namespace
 
 int main() {
-  for (const IntegerIsa isa : kIsas) {
+  for (const IntegerIsa isa : kIntegerIsas) {
     if (!integer_isa_available(isa)) continue;
     test_sizes(isa);
     test_extremes(isa);

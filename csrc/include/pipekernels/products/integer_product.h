@@ -28,6 +28,9 @@ constexpr int64_t kIntegerBlock = 32, kIntegerTile = 16;
 // block leave them through memory.
 enum class IntegerIsa { kPortable, kAvx2, kAvxVnni, kAvx512Vnni };
 
+constexpr IntegerIsa kIntegerIsas[] = {IntegerIsa::kPortable, IntegerIsa::kAvx2,
+                                       IntegerIsa::kAvxVnni, IntegerIsa::kAvx512Vnni};
+
 bool integer_isa_available(IntegerIsa isa);
 
 // The fastest one that this machine supports.
