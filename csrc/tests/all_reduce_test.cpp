@@ -253,7 +253,7 @@ void test_write_prefetch() {
       threads.emplace_back([&, rank] {
         const bool prefetches = prefetching >> rank & 1;
         Communicator communicator(  // With pidfds, as for processes, so that tensors are staged.
-            Segment::map(fd, 2), rank, {-1, -1}, Seconds(30), [] {}, [] {}, prefetches);
+            Segment::map(fd, 2), rank, {-1, -1}, Seconds(30), [] {}, [] {}, [] {}, prefetches);
         for (size_t count : {0, 1, 250, 256, 500, 512, 1000, 1024, 1025, 5000}) {
           for (const DType dtype : kDTypes) {
             Bytes data = values(dtype, count, 5, rank);
