@@ -1,5 +1,7 @@
 // The host code of csrc/cuda on the fake CUDA runtime, once for all tests of it, and kernels whose
 // blocks are CPU threads.
+#include "cuda_rank.h"
+
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -7,7 +9,6 @@
 #include "../device_team.h"
 #include "collectives/communicator.cu"
 #include "collectives/set_up.cu"
-#include "cuda_rank.h"
 #include "pipekernels/collectives/all_gather_block.cuh"
 #include "pipekernels/collectives/all_reduce/one_shot.cuh"
 #include "pipekernels/collectives/all_reduce/ring.cuh"
