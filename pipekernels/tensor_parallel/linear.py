@@ -23,7 +23,7 @@ grad of x     all-reduce of ``[N, K]``     ``[N, K / R]``, no collective
 
 ``gather_output=True`` all-gathers y to ``[N, M]``, ``input_is_parallel=False`` takes the replicated
 ``[N, K]``, and ``reduce="reduce_scatter"`` leaves ``[N / R, M]`` on each rank. The weights of
-:mod:`pipekernels.ops.weights` compute the products, and
+``pipekernels.ops.weights`` compute the products, and
 :mod:`pipekernels.tensor_parallel.invariant` those of invariant layers.
 """
 
