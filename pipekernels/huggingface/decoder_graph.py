@@ -82,7 +82,8 @@ def join_products(graph: fx.Graph, inputs: list[Any]) -> list[list[int]]:
 def _fit(
     columns: Sequence[Any], sizes: Sequence[int], inputs: list[Any], places: dict[fx.Node, int]
 ) -> bool:
-    """Whether tensors that follow each other are one. Those of integers end with whole tiles."""
+    """Whether tensors that follow each other are one; weights of integers must end with whole
+    tiles."""
     shapes = [{inputs[places[each]].shape[1:] for each in column} for column in columns]
     are_tiles = len(columns) > 1 and inputs[places[columns[0][0]]].dim() == 3
     return all(len(each) == 1 for each in shapes) and not (

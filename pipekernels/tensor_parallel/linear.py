@@ -75,7 +75,7 @@ class LinearLayer(ShardedLayer):
     in_features: int
     out_features: int
     is_transposed: bool  # Weights are [in, out], as those of a Conv1D.
-    was_transposed: bool  # Those of the full layer are.
+    was_transposed: bool  # The full layer's weights are.
     bias: nn.Parameter | None
 
     def to_full(self) -> nn.Module:

@@ -138,7 +138,7 @@ class Group:
         self._model = flow.model
         self._producers, self._consumers = list(producers), list(consumers)
         self.layers = {pattern_of(name) for name in (*producers, *consumers)}
-        # The features of all layers in a row, those of consumers first. Each gets the least number
+        # The features of all layers in a row, consumers first. Each feature gets the least number
         # of the features that it depends on, directly or not.
         widths = {(name, True): features_of(flow.layers[name])[0] for name in consumers}
         widths |= {(name, False): features_of(flow.layers[name])[1] for name in producers}

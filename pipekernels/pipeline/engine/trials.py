@@ -52,7 +52,7 @@ class Conditions(NamedTuple):
     """What else decides how a mini-batch runs."""
 
     fuses: bool  # Whether stages may run as one task.
-    intra_op_threads: int  # Those of the caller, which a plan divides.
+    intra_op_threads: int  # The caller's, which a plan divides.
     is_observed: bool  # Whether the calling thread observes operations.
     needs_one_thread: bool  # Whether layers draw random numbers that workers cannot seed.
 

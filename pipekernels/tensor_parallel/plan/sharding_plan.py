@@ -273,7 +273,7 @@ def _attributes(
         if name not in divided and not has_groups:
             continue
         inner = [heads for layer, heads in cut.items() if layer.startswith(f"{name}.")]
-        heads = max(inner, default=None)  # Those of the queries.
+        heads = max(inner, default=None)  # Query heads.
         own = found[name] = {}
         for key in divided.get(name, ()):
             value = getattr(module, key, None)

@@ -34,7 +34,7 @@ struct SkinnyGemm {
 void skinny_gemm(const SkinnyGemm& product, int threads, Isa isa = best_isa());
 
 // A product that is not rounded to `dtype`: `out` is [rows, columns] of partial_size_of(dtype), and
-// there is no bias, nor a transposed weight. `inner` is cut into `slabs` equal parts. The sum over
+// there is no bias and no transposed weight. `inner` is cut into `slabs` equal parts. The sum over
 // each is computed as if it were alone, and these sums are added in a balanced binary tree: ((0 +
 // 1) + (2 + 3)) + ... So one call for all slabs gives the bits of two calls for half of them each,
 // with their results added. These bits may differ between values of `isa`, as those of

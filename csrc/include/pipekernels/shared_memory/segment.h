@@ -75,9 +75,9 @@ class Segment {
   // Maps the file; the caller may close `fd` afterwards. Throws as create(), and
   // std::runtime_error if the file's size does not match `world_size`.
   static std::shared_ptr<Segment> map(int fd, int world_size);
-  // Allocates the pages of the rank's staging, on the calling thread's memory node: called by each
-  // rank for its own, which its peers only read. Those of its mailboxes follow as it first writes
-  // them, in its first ring.
+  // Allocates the pages of the rank's staging, on the calling thread's memory node: each rank calls
+  // it for its own staging, which its peers only read. The rank's first ring writes its mailboxes,
+  // and so allocates their pages.
   void touch_staging(int rank) const;
   ~Segment();
   Segment(const Segment&) = delete;
