@@ -61,6 +61,24 @@ def test_large_tensors_pass_through_all_staging_buffers(device: torch.device) ->
     run_threads(3, on(device, on_rank))
 
 
+@on_ranks(8, run_threads)
+def test_gradients_are_summed_in_the_same_order(comm: Communicator, device: torch.device) -> None:
+    inputs = [values((1000,), torch.float32, rank).to(device) for rank in range(8)]
+    expected = {order: reference.all_reduce(inputs, "sum", order) for order in ("rank", "tree")}
+    assert not expected["rank"].equal(expected["tree"])
+    for order, total in expected.items():
+        x = inputs[comm.rank].clone().requires_grad_()
+        y = ops.all_reduce(x, comm, order=order)
+        assert y.equal(total)
+        y.backward(inputs[comm.rank])
+        assert x.grad.equal(total)
+    x = inputs[comm.rank].clone().requires_grad_()
+    y = ops.reduce_scatter(x, comm, "avg", order="tree")
+    assert y.equal(reference.reduce_scatter(inputs, "avg", "tree")[comm.rank])
+    y.backward(torch.full_like(y, float(comm.rank)))
+    assert x.grad.equal(torch.arange(8.0, device=device).repeat_interleave(125) / 8)
+
+
 @on_ranks(1, run_threads)
 def test_autograd_detects_writes_to_saved_tensors(comm: Communicator, device: torch.device) -> None:
     for collective in (comm.all_reduce, comm.broadcast):

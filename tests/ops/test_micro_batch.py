@@ -127,20 +127,6 @@ def test_casts_of_contiguous_runs(
             check([view], 4, dim, to)
 
 
-@pytest.mark.parametrize("to", FLOATING[1:], ids=str)
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_casts_round_as_torch_does(
-    dtype: torch.dtype, to: torch.dtype, device: torch.device
-) -> None:
-    """Values halfway between neighbours, and so close to it that float32 cannot tell."""
-    bits = random_tensor((20_000,), torch.int16 if to.itemsize == 2 else torch.int32, "cpu")
-    low, high = bits.view(to).double(), (bits + 1).view(to).double()
-    middle = (low + high) / 2
-    x = torch.cat([low, middle, middle * (1 + 2**-30), middle * (1 - 2**-30)]).to(dtype)
-    parts = split_micro_batches(x.to(device), 3, dtype=to)
-    assert_same([torch.cat(parts)], [x.to(to)], cast=True)
-
-
 @pytest.mark.parametrize("shape", [(1024, 700), (700, 1024), (33, 5, 4099)])
 def test_tensors_large_enough_for_several_threads(
     shape: tuple[int, ...], device: torch.device

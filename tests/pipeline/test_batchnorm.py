@@ -1,7 +1,6 @@
 """Deferred batch normalisation: one update of the statistics per mini-batch, from all its rows."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -81,30 +80,6 @@ def test_conversion_keeps_hooks_attributes_and_sharing() -> None:
     module(torch.randn(3, 2))
     assert module[0] is module[1][0] and isinstance(module[0], DeferredBatchNorm)
     assert len(seen) == 2 and module[0].note == "mine" and not module[0].training
-
-
-@pytest.mark.slow
-def test_another_thread_waits_for_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = nn.Sequential(nn.BatchNorm1d(2), nn.Identity())
-    pipe = on_cpus(module, [1, 1], chunks=2, deferred_batch_norm=True)
-    x = torch.randn(4, 2)
-    begun = threading.Event()
-    pipe[1].register_forward_hook(
-        lambda *_: begun.set() if threading.current_thread() is other else None
-    )
-    other = threading.Thread(target=pipe, args=(x,))
-    commit = DeferredBatchNorm.commit
-
-    def slow(self: DeferredBatchNorm) -> None:
-        if threading.current_thread() is not other:
-            other.start()
-            assert not begun.wait(1)
-        commit(self)
-
-    monkeypatch.setattr(DeferredBatchNorm, "commit", slow)
-    pipe(x)
-    other.join()
-    assert begun.is_set() and pipe[0].num_batches_tracked == 2
 
 
 # ---- outside of a pipe: what torchgpipe's layer promises -----------------------------------------

@@ -172,23 +172,6 @@ def test_the_signature_of_the_forward_is_kept() -> None:
         assert inspect.signature(module.forward) == expected
 
 
-class Counter(nn.Module):
-    """Overrides ``_apply`` to move an attribute, as torchmetrics' metrics do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = torch.zeros(())
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-        self.count = fn(self.count)
-        return super()._apply(fn)
-
-
-def test_a_module_that_moves_itself() -> None:
-    model = parallelize_pipeline(nn.Sequential(nn.Linear(2, 2), Counter()), {"1": "meta"})
-    assert model[1].count.device == META and model[0].weight.device == CPU
-
-
 def test_unparallelizing_restores_everything() -> None:
     model = Model()
     model.head.forward = model.head.forward  # The user's own overrides.

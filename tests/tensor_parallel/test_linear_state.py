@@ -147,17 +147,6 @@ def test_a_copy_of_a_compiled_layer_does_not_use_the_originals_graph(duplicate: 
     assert not clone(torch.ones(2, 4)).any()
 
 
-def test_extra_repr() -> None:
-    _, comm = Communicator.threads(2)
-    assert repr(RowParallelLinear(4, 6, comm=comm)) == (
-        "RowParallelLinear(in_features=4, out_features=6, bias=True, rank=1, world_size=2, "
-        "reduce='all_reduce')"
-    )
-    assert "bias=False, rank=1, world_size=2, gather_output=False" in repr(
-        ColumnParallelLinear(4, 6, False, comm=comm)
-    )
-
-
 def test_errors_state_value_limit_and_remedy() -> None:
     (one,), (comm, _) = Communicator.threads(1), Communicator.threads(2)
     Row, Column, sharded = RowParallelLinear, ColumnParallelLinear, RowParallelLinear.from_linear

@@ -11,7 +11,6 @@ from support.pipes import Pipe, pipe_of
 from torch import nn
 from torch.nn import functional as F
 
-from pipekernels.pipeline.engine.parameters import Parameters
 from pipekernels.pipeline.schedule import SCHEDULES
 
 OPTIONS: dict[str, dict[str, Any]] = {name: {"schedule": name} for name in SCHEDULES}
@@ -64,21 +63,6 @@ def test_accumulates_into_grad_and_calls_hooks_once(place: torch.device) -> None
     assert sorted(fired) == sorted(id(p) for p in module.parameters())
     pipe.train_step(x, y, F.mse_loss)
     torch.testing.assert_close(gradients(module), [2 * grad for grad in once], rtol=0, atol=0)
-
-
-def test_gradients_are_not_copied(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    accumulated, made = Parameters.accumulated, []
-
-    def noted(*args: Any) -> Any:
-        grads = accumulated(*args)
-        made.extend(grad.data_ptr() for grad in grads)
-        return grads
-
-    monkeypatch.setattr(Parameters, "accumulated", noted)
-    module = model()
-    x, y = torch.randn(8, 5, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
-    by_twos(module).train_step(x, y, F.mse_loss)
-    assert [grad.data_ptr() for grad in gradients(module)] == made
 
 
 def test_an_empty_batch(place: torch.device) -> None:

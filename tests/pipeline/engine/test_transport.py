@@ -7,20 +7,19 @@ import copy
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import count
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from support.cuda.recorded_streams import Machine, Race, machine
+from support.cuda.recorded_streams import machine
 from support.function_layer import FunctionLayer
 from support.pipes import assert_same_gradients
 from support.skip_layers import Pop, Stash
 from torch import nn
 
 from pipekernels import NoChunk, Pipe, move_to_device, parallelize_pipeline
-from pipekernels.device import channel, streams
+from pipekernels.device import channel
 from pipekernels.ops import p2p_copy
 from pipekernels.pipeline.context import MODES
 from pipekernels.pipeline.schedule import SCHEDULES
@@ -180,61 +179,6 @@ def test_real_devices(devices: list[str], schedule: str | None, device: torch.de
         pytest.skip("there is one CUDA device, and this needs two")
     for checkpoint, home in zip(MODES, (CPU, devices[0], devices[-1]), strict=True):
         run(devices, 4, checkpoint, schedule, home, nullcontext(Mock()))
-
-
-def forward_and_backward(made: Machine, devices: Sequence[str], **options: Any) -> None:
-    module, balance = model(len(devices))
-    given = p2p_copy(torch.randn(9, WIDTH, dtype=torch.float64), devices[0])
-    pipe = Pipe(module, balance, devices=devices, chunks=5, checkpoint="never", **options)
-    made.placing = False
-    torch.autograd.backward(pipe(given).square().sum())
-    given.zero_()
-    made.poll()
-
-
-FEWER = count(0, -1)
-
-
-def wait_for(done: Any, stream: Any) -> None:
-    done.wait(stream.device.index, stream)
-
-
-def forget_sources(of: Any, reclaim: Any) -> None:
-    of._sources.clear()
-    reclaim(of)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "broken"),
-    [
-        (
-            channel.PendingCopy,
-            "wait",
-            lambda self: self.users.append(streams.current(self._device)),
-        ),
-        (
-            channel.PendingCopy,
-            "wait",
-            lambda self: wait_for(self._done, streams.current(self._device)),
-        ),
-        (channel, "storage_references", lambda _: next(FEWER)),  # All are unused.
-        (
-            channel.Channel,
-            "_reclaim",
-            lambda self, done=channel.Channel._reclaim: forget_sources(self, done),
-        ),
-    ],
-    ids=["copies", "users", "buffers", "sources"],
-)
-def test_every_synchronization_of_a_channel_is_needed(
-    owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fake detects a race if one of them is removed."""
-    with machine() as made:
-        forward_and_backward(made, [GPU, OTHER])
-    monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(Race), machine() as made:
-        forward_and_backward(made, [GPU, OTHER])
 
 
 def test_copies_overlap_computation_on_both_devices() -> None:

@@ -8,7 +8,6 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any
 
@@ -19,8 +18,6 @@ from support.levels import in_gate
 from support.pipes import pipe_of
 from torch import nn
 
-from pipekernels.pipeline.engine import mini_batch_run, stages
-from pipekernels.pipeline.engine.transport import Transport
 from pipekernels.pipeline.engine.workers import intra_op_threads
 
 
@@ -148,43 +145,6 @@ def test_threads_use_one_pipe_while_it_trains(options: dict[str, Any], place: to
     for thread in threads:
         thread.join()
     assert right == [True] * 60
-
-
-@pytest.mark.slow
-def test_a_forward_during_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CUDA device, a step releases the lock while it waits for autograd's thread."""
-
-    class WithoutStreams(Transport):
-        def __init__(self, devices: list[torch.device]) -> None:
-            super().__init__([])
-
-        def phase(self) -> AbstractContextManager[None]:
-            return nullcontext()
-
-    monkeypatch.setattr(stages, "has_streams", lambda device: True)
-    monkeypatch.setattr(mini_batch_run, "Transport", WithoutStreams)
-    pipe = pipe_of(nn.Linear(4, 4), nn.Tanh())
-    x, parameters = torch.randn(8, 4), list(pipe.parameters())
-    expected = torch.autograd.grad(pipe(x).sum(), parameters)
-    found: list[tuple[torch.Tensor, ...]] = []
-    thread = threading.Thread(
-        target=lambda: found.append(torch.autograd.grad(pipe(x).sum(), parameters)), daemon=True
-    )
-
-    def begin(grad: torch.Tensor) -> None:
-        if not thread.ident:
-            thread.start()
-            thread.join(1.0)
-
-    def loss(output: torch.Tensor) -> torch.Tensor:
-        output = output * 1
-        output.register_hook(begin)
-        return output.sum()
-
-    pipe.train_step(x, None, loss, loss_reduction="sum")
-    thread.join()
-    grads = tuple(parameter.grad for parameter in parameters)
-    torch.testing.assert_close([*found, grads], [expected] * 2, rtol=0, atol=0)
 
 
 def test_workers_run_at_the_same_time() -> None:
