@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from pipekernels import NoChunk
 from pipekernels.batchnorm import convert_deferred_batch_norm
-from pipekernels.pipeline.context import is_recomputing
 from pipekernels.skip import Namespace, pop, skippable, stash
 from support.function_layer import FunctionLayer
 from support.loops import loss_of
@@ -181,31 +180,19 @@ def lends() -> list[nn.Module]:
     return [linear(), Lends(WIDTH, WIDTH), borrows, FunctionLayer(lambda x: x)]
 
 
-def transposed() -> list[nn.Module]:
-    """Gradients of the convolution's input have other strides than the input."""
-    there, back = (FunctionLayer(lambda x: x.transpose(1, 2)) for _ in range(2))
-    return [nn.Linear(64, 64), there, nn.Conv1d(64, 64, 3, padding=1), back, nn.LayerNorm(64)]
-
-
-def recurrent() -> list[nn.Module]:
-    lstm = nn.Sequential(nn.LSTM(64, 64, batch_first=True), FunctionLayer(lambda y: y[0]))
-    return [lstm, FunctionLayer(lambda x: x[:, -1]), nn.Linear(64, 64), nn.GELU()]
-
-
 class Counting(nn.Linear):
     """Multiplies by a buffer that counts calls, and that is updated in place or replaced."""
 
-    def __init__(self, in_place: bool, first: int = 0) -> None:
+    def __init__(self, in_place: bool) -> None:
         super().__init__(WIDTH, WIDTH)
-        self.in_place, self.first, self.calls = in_place, first, 0
+        self.in_place = in_place
         self.register_buffer("count", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x).tanh() * self.count.clone()
-        self.calls += not is_recomputing()
-        if self.calls > self.first and self.in_place:
+        if self.in_place:
             self.count.add_(1)
-        elif self.calls > self.first:
+        else:
             self.count = self.count + 1
         return y
 
@@ -226,10 +213,6 @@ def shared_buffer() -> list[nn.Module]:
     return [counting, Sharing(counting), linear()]
 
 
-def old_spectral_norm() -> list[nn.Module]:
-    return [nn.utils.spectral_norm(linear()) for _ in range(3)]
-
-
 def spectral_norm() -> list[nn.Module]:
     return [nn.utils.parametrizations.spectral_norm(linear()) for _ in range(3)]
 
@@ -237,7 +220,6 @@ def spectral_norm() -> list[nn.Module]:
 EMBEDDED = lambda: (torch.tensor([0, 1, 1, 3, 4, 2, 1]),)
 MODELS: dict[str, Model] = {
     "tensors": Model(mlp, [2, 1, 2, 1]),
-    "inputs without gradients": Model(mlp, [3, 3], lambda: (randn(ROWS, WIDTH),)),
     "another dimension": Model(
         mlp, [2, 4], lambda: (randn(2, ROWS, 3, WIDTH).requires_grad_(),), options={"batch_dim": 1}
     ),
@@ -251,8 +233,6 @@ MODELS: dict[str, Model] = {
             randn(ROWS, 1).requires_grad_(),
         ),
     ),
-    "a skip": Model(lambda: [Stash(linear()), linear(), nn.GELU(), Pop(linear())], [1, 1, 1, 1]),
-    "a skip to the next stage": Model(lambda: [Stash(linear()), Pop(linear()), linear()], [1, 2]),
     "nested skips": Model(nested_skips, [2, 1, 2, 2]),
     "crossing skips": Model(lambda: [Start(), linear(), Exchange(), linear(), End()], [2, 1, 1, 1]),
     "shared": Model(shared, [2, 3], has_sums=True),
@@ -266,17 +246,6 @@ MODELS: dict[str, Model] = {
     ),
     "autocast": Model(mlp, [3, 1, 1, 1], is_by_row=False, autocast=True),
     "in place": Model(in_place, [2, 1, 2, 1], writes_to_inputs=True),
-    "in place, columns": Model(
-        in_place,
-        [2, 1, 2, 1],
-        lambda: (randn(WIDTH, ROWS).t().requires_grad_(),),
-        writes_to_inputs=True,
-    ),
-    "in place, on a view": Model(
-        lambda: [nn.Flatten(), nn.Identity(), nn.ReLU(inplace=True), linear()],
-        [1, 1, 1, 1],
-        writes_to_inputs=True,
-    ),
     "in place, on one of two inputs": Model(
         lambda: [
             FunctionLayer(lambda x, y: (x, y[:])),
@@ -289,23 +258,10 @@ MODELS: dict[str, Model] = {
     ),
     "lent": Model(lends, [1, 1, 1, 1], has_sums=True),
     "embedding": Model(lambda: [nn.Embedding(5, WIDTH), linear()], [1, 1], EMBEDDED),
-    "transposed": Model(transposed, [2, 3], lambda: (randn(ROWS, 20, 64).requires_grad_(),)),
-    "recurrent": Model(
-        recurrent, [1, 3], lambda: (randn(20, ROWS, 64).transpose(0, 1).requires_grad_(),)
-    ),
-    "columns": Model(
-        lambda: [nn.GELU(), FunctionLayer(torch.Tensor.sigmoid), nn.Linear(64, 64)],
-        [1, 2],
-        lambda: (randn(64, ROWS).t().requires_grad_(),),
-    ),
-    "old spectral norm": Model(old_spectral_norm, [2, 1], is_by_row=False, has_sums=True),
     "spectral norm": Model(spectral_norm, [2, 1], is_by_row=False, has_sums=True),
     "counts in place": Model(lambda: [Counting(True) for _ in range(3)], [2, 1], is_by_row=False),
     "counts by replacing": Model(
         lambda: [Counting(False) for _ in range(3)], [2, 1], is_by_row=False
-    ),
-    "counts later": Model(
-        lambda: [Counting(True, first) for first in (1, 2, 5)], [2, 1], is_by_row=False
     ),
     "a shared buffer": Model(shared_buffer, [2, 1], is_by_row=False),
 }

@@ -90,7 +90,7 @@ def layer_for(
         return Split()
     index = draw.randrange(len(tensors))
     m, n = tensors[index].shape[1:]
-    width = draw.choice([1, 2, 5, 8, 16])
+    width = draw.choice([1, 2, 5, 8, 16, 64])
     known = [each for each in made if isinstance(each, nn.Linear) and each.in_features == n]
     if known and draw.random() < 0.4:
         shared = tied = draw.choice(known)
