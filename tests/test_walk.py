@@ -1,9 +1,11 @@
 """How many functions, files and frames a reader goes through to follow a call."""
 
+import gc
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,7 +13,6 @@ import torch
 import torch.distributed as dist
 from support.pipes import on_cpus
 from support.ranks import run_threads
-from support.walk import COMPREHENSIONS, ROOT, is_own, python_calls
 from torch import nn
 
 from pipekernels import Communicator, RowParallelLinear, load_pretrained, tensor_parallelize
@@ -41,14 +42,37 @@ BOUNDS = {
     },
 }
 BELOW = ("pipekernels/comm/", "pipekernels/device/", "pipekernels/ops/")
+ROOT = f"{Path(__file__).parents[1]}/"
+# Their frames depend on Python's version.
+COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
+
+
+def own_calls(call: Callable[[], Any]) -> list[str]:
+    """The package's functions that ``call()`` calls, in order: file, line and name."""
+    names: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name not in COMPREHENSIONS:
+            file = code.co_filename.removeprefix(ROOT)
+            names.append(f"{file}:{code.co_firstlineno} {code.co_name}")
+
+    gc.disable()  # Finalizers that it calls would be counted.
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return [name for name in names if name.startswith("pipekernels/")]
 
 
 def files_of(calls: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(name.partition(":")[0] for name in calls if is_own(name)))
+    return list(dict.fromkeys(name.partition(":")[0] for name in calls))
 
 
 def functions_of(call: Callable[[], Any]) -> list[str]:
-    return list(dict.fromkeys(filter(is_own, python_calls(call))))
+    return list(dict.fromkeys(own_calls(call)))
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -66,7 +90,7 @@ def test_a_mini_batch_is_a_short_walk(chunks: int, monkeypatch: pytest.MonkeyPat
         pipe(x).sum().backward()
         step()
     outputs: list[torch.Tensor] = []
-    calls = [*filter(is_own, python_calls(lambda: outputs.append(pipe(x))))]
+    calls = own_calls(lambda: outputs.append(pipe(x)))
     forward = dict.fromkeys(calls)
     backward = functions_of(outputs[0].sum().backward)
     stacks: list[list[str]] = []
@@ -74,7 +98,7 @@ def test_a_mini_batch_is_a_short_walk(chunks: int, monkeypatch: pytest.MonkeyPat
     def linear_with_stack(*args: Any) -> torch.Tensor:
         stack = [each for each in traceback.extract_stack() if each.name not in COMPREHENSIONS]
         names = [f"{each.filename.removeprefix(ROOT)} {each.name}" for each in stack]
-        stacks.append([name for name in names if is_own(name)])
+        stacks.append([name for name in names if name.startswith("pipekernels/")])
         return linear(*args)
 
     with monkeypatch.context() as patch:
@@ -96,10 +120,10 @@ def test_a_row_parallel_layer_is_a_short_walk() -> None:
     x = torch.randn(1, 8)
     with torch.no_grad():
         layer(x)
-        assert 0 < len(files_of(python_calls(lambda: layer(x)))) <= 7
+        assert 0 < len(files_of(own_calls(lambda: layer(x)))) <= 7
     many = x.repeat(32, 1)
     layer(many)
-    assert 0 < len(files_of(python_calls(lambda: layer(many)))) <= 10
+    assert 0 < len(files_of(own_calls(lambda: layer(many)))) <= 10
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="the backend needs torch 2.7")
@@ -108,7 +132,7 @@ def test_a_sum_of_torch_distributed_is_a_short_walk() -> None:
     try:
         x = torch.ones(8)
         dist.all_reduce(x)
-        assert 0 < len(files_of(python_calls(lambda: dist.all_reduce(x)))) <= 4
+        assert 0 < len(files_of(own_calls(lambda: dist.all_reduce(x)))) <= 4
     finally:
         dist.destroy_process_group()
 
@@ -128,7 +152,7 @@ def test_a_carried_plan_is_a_short_walk(tmp_path: Path, monkeypatch: pytest.Monk
         models = [transformers.LlamaForCausalLM(config) for _ in range(2)]
 
     def upper_files(call: Callable[[], Any]) -> list[str]:
-        return [file for file in files_of(python_calls(call)) if not file.startswith(BELOW)]
+        return [file for file in files_of(own_calls(call)) if not file.startswith(BELOW)]
 
     def walk(comm: Communicator) -> None:
         model = models[comm.rank]

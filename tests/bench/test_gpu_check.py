@@ -23,19 +23,6 @@ def python(code: str, seconds: float = 60.0) -> Outcome:
     return run_step("it", command, {"X": "there"}, time.monotonic() + seconds)
 
 
-@pytest.mark.parametrize(
-    ("code", "status", "note"),
-    [
-        ("print('out'); print('note: 3 wins')", "passed", "3 wins"),
-        ("print('out'); print(os.environ['X']); sys.exit(3)", "failed", "exit status 3: there"),
-        (f"print('no such GPU'); sys.exit({check.SKIPPED})", "skipped", "no such GPU"),
-    ],
-)
-def test_a_step_has_a_status_and_a_note(code: str, status: str, note: str) -> None:
-    found = python(code)
-    assert (found.status, found.note, found.good) == (status, note, status != "failed")
-
-
 def test_a_hanging_step_says_where_and_is_killed_with_its_children(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = (
@@ -51,20 +38,6 @@ def test_a_hanging_step_says_where_and_is_killed_with_its_children(tmp_path: Pat
     while status.exists() and "State:\tZ" not in status.read_text():
         time.sleep(0.05)
     assert python("", -1.0).status == "not run"
-
-
-@pytest.mark.parametrize(
-    ("status", "ended", "found"),
-    [
-        ("passed", "PASSED", "passed"),
-        ("passed", "SKIPPED", "failed"),
-        ("timed out", "PASSED", "not run"),
-        ("timed out", "FAILED", "timed out"),
-    ],
-)
-def test_a_run_of_pytest_has_the_outcomes_of_its_tests(status: str, ended: str, found: str) -> None:
-    output = f"[gw1] [  1%] {ended} tests/a.py::t\n"
-    assert check.tested(Outcome("x", status, output=output), must_run=True).status == found
 
 
 @pytest.mark.parametrize("failing", [None, "gpu.pipe", "extension", "build", "memcheck"])
@@ -124,9 +97,3 @@ def test_a_dry_run_asks_every_question(capfd: pytest.CaptureFixture[str]) -> Non
         line = rf"^{re.escape(question.name)} +(passed|skipped) "
         assert re.search(line, summary, re.MULTILINE), question.name
     assert "not run for lack of time: nothing" in summary
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_reports_that(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main([]) == 1
-    assert "sees no CUDA GPU" in capsys.readouterr().err

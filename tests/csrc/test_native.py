@@ -21,35 +21,26 @@ def tool(name: str) -> str:
     return found
 
 
-def build(folder: Path, compiler: str, **options: str) -> None:
-    """Build the extension's code and its C++ tests, without Python, with warnings as errors."""
-    options |= {
-        "CMAKE_BUILD_TYPE": "Debug",
-        "CMAKE_MAKE_PROGRAM": tool("ninja"),
-        "Python_EXECUTABLE": sys.executable,  # Beside which a compiler cache may lie.
-        "PIPEKERNELS_CUDA": "0",
-        "PIPEKERNELS_PYTHON": "OFF",
-        "PIPEKERNELS_TESTS": "ON",
-        "PIPEKERNELS_WERROR": "ON",
-    }
-    definitions = [f"-D{name}={value}" for name, value in options.items()]
-    environment = os.environ | {"CXX": compiler}
-    cmake = tool("cmake")
-    run(cmake, "-G", "Ninja", "-S", ROOT / "csrc", "-B", folder, *definitions, env=environment)
-    run(cmake, "--build", folder)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     "compiler", ["g++-11", "g++-12", "g++-13", "g++-14", "clang++", "aarch64-linux-gnu-g++"]
 )
 def test_compiles_with(compiler: str, tmp_path: Path) -> None:
+    """The extension's code and its C++ tests, without Python, with warnings as errors."""
     path = shutil.which(compiler)
     if path is None:
         pytest.skip(f"{compiler} is not installed")
     if Path(path).resolve() == Path(shutil.which("c++") or "").resolve():
         pytest.skip(f"{compiler} is the system's compiler, which builds everything else")
-    options = {}
+    options = [
+        *("CMAKE_BUILD_TYPE=Debug", f"CMAKE_MAKE_PROGRAM={tool('ninja')}"),
+        f"Python_EXECUTABLE={sys.executable}",  # Beside which a compiler cache may lie.
+        *("PIPEKERNELS_CUDA=0", "PIPEKERNELS_PYTHON=OFF"),
+        *("PIPEKERNELS_TESTS=ON", "PIPEKERNELS_WERROR=ON"),
+    ]
     if compiler.startswith("aarch64"):
-        options = {"CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": "aarch64"}
-    build(tmp_path, path, **options)
+        options += ["CMAKE_SYSTEM_NAME=Linux", "CMAKE_SYSTEM_PROCESSOR=aarch64"]
+    cmake, environment = tool("cmake"), os.environ | {"CXX": path}
+    definitions = [f"-D{option}" for option in options]
+    run(cmake, "-G", "Ninja", "-S", ROOT / "csrc", "-B", tmp_path, *definitions, env=environment)
+    run(cmake, "--build", tmp_path)
