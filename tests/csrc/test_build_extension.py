@@ -157,11 +157,6 @@ def test_a_broken_compiler_is_named_last(tree: Path, command: tuple[str, ...]) -
     assert "(C++ compiler /bin/false); set CXX to another" in line
 
 
-def test_code_that_does_not_compile_ends_in_the_same_line(tree: Path) -> None:
-    flags = {"CXXFLAGS": "-Dpipekernels=0", "PIPEKERNELS_CUDA": "0"}
-    assert "(C++ compiler c++); set CXX to another" in last_line(tree, *BY_SCRIPT, **flags)
-
-
 def test_a_toolkit_that_cannot_compile_is_named_last(tree: Path) -> None:
     roots = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH", "CUDACXX")]
     installed = Path("/usr/local").glob("cuda*/bin/nvcc")

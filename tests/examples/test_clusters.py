@@ -3,11 +3,11 @@
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.programs import run
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "examples" / "slurm.sh"
@@ -30,7 +30,6 @@ def script(path: Path, text: str) -> None:
 
 @pytest.mark.full
 def test_the_slurm_script_on_two_pretended_hosts(tmp_path: Path) -> None:
-    subprocess.run(["bash", "-n", SLURM], check=True)
     script(tmp_path / "srun", SRUN)
     script(tmp_path / "scontrol", "#!/usr/bin/env bash\nprintf 'localhost\\nlocalhost\\n'\n")
     script(
@@ -44,11 +43,7 @@ def test_the_slurm_script_on_two_pretended_hosts(tmp_path: Path) -> None:
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_ID": str(job), "RANKS_PER_HOST": "2",
     }  # fmt: skip
-    done = subprocess.run(
-        ["bash", SLURM, "--steps", "3"], cwd=ROOT, env=os.environ | environment,
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run("bash", SLURM, "--steps", "3", cwd=ROOT, env=os.environ | environment)
     assert "4 ranks on 2 hosts, 2 on each" in done.stdout
     assert len(re.findall(r"\d\.\d{6}", done.stdout)) == 6
 

@@ -1,8 +1,6 @@
 """The programs in examples/ start as their first lines say, and give the results of one process."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -79,13 +77,8 @@ def test_generate_with_weights_of_a_folder(tmp_path: Path) -> None:
 def test_train_pipeline_tensor_as_a_user_starts_it() -> None:
     starter, arguments = command_of("train_pipeline_tensor.py")
     assert starter == "torchrun"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
-    done = subprocess.run(
-        [*command, "--steps", "5"],
-        cwd=ROOT, check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_losses_fall(done.stdout)
+    command = ["-m", "torch.distributed.run", "--standalone", *arguments, "--steps", "5"]
+    assert_losses_fall(python(*command, cwd=ROOT).stdout)
 
 
 @needs_the_backend

@@ -1,10 +1,9 @@
 """The first use of the package imports no more than it needs: a compiler takes seconds."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from support.programs import python
 
 pytestmark = [pytest.mark.project, pytest.mark.processes]
 
@@ -49,9 +48,8 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "torch.onnx", "sympy", "onnx")
 def test_few_modules_and_no_compiler_are_imported() -> None:
     """Nor is Triton needed, and no GPU is touched. One module of the package itself takes about a
     millisecond."""
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    printed = python("-c", PROGRAM).stdout
+    found: dict[str, list[str]] = json.loads(printed.splitlines()[-1])
     for step, names in found.items():
         others = [name for name in names if not name.startswith("pipekernels")]
         assert len(others) <= 30, (step, others)

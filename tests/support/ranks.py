@@ -27,12 +27,6 @@ import torch.distributed as dist
 from pipekernels import Communicator, PeerError
 from support import TIMEOUT
 
-leaves_the_group = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."),
-    reason="torch 2.6 joins Gloo's threads while it holds the GIL, which they may need to drop the "
-    "tensors of the last collective: a deadlock",
-)
-
 PRELOADED = [
     "torch.distributed.fsdp",
     "pytest",

@@ -253,23 +253,6 @@ def test_a_caller_with_streams_of_its_own(devices: list[str], checkpoint: str) -
         made.poll()
 
 
-def test_outputs_of_one_pipe_in_one_loss_and_a_second_backward() -> None:
-    plain, balance = model(2)
-    piped = copy.deepcopy(plain)
-    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
-    with machine() as made:
-        pipe = Pipe(piped, balance, devices=[GPU, OTHER], chunks=3, checkpoint="except_last")
-        made.placing = False
-        a, b = p2p_copy(list(x), GPU)
-        loss = pipe(a).square().sum() + 2 * pipe(b).sum()
-        torch.autograd.backward(loss, retain_graph=True)
-        torch.autograd.backward(loss)
-        made.poll()
-    loss = 2 * (plain(x[0]).square().sum() + 2 * plain(x[1]).sum())
-    loss.backward()
-    assert_same_gradients(piped, plain)
-
-
 def test_channels_keep_no_tensors_of_a_dropped_pipe() -> None:
     with machine() as made:
         module, balance = model(2)
@@ -392,19 +375,6 @@ def test_a_backward_during_another(checkpoint: str) -> None:
         torch.testing.assert_close(grads, others, rtol=0, atol=1e-10)
     assert all(p is q for p, q in zip(pipe.parameters(), piped.parameters(), strict=True))
     assert len(parameters) == 4
-
-
-def test_the_thread_waits_only_for_a_stage_on_the_cpu() -> None:
-    """It waits for each microbatch to arrive, and for each used slot that it sends one with."""
-    layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(3)]
-    with machine() as made, torch.no_grad():
-        pipe = Pipe(nn.Sequential(*layers), [1] * 3, devices=[GPU, CPU, GPU], chunks=4)
-        given = p2p_copy(torch.randn(4, WIDTH, dtype=torch.float64), GPU)
-        made.placing = False
-        made.host_waits = 0
-        pipe(given)
-        # The input used one of two slots, so one copy need not wait.
-        assert made.host_waits == 4 + 3
 
 
 @pytest.mark.parametrize("devices", [[GPU], [GPU, OTHER]], ids=" ".join)

@@ -27,7 +27,7 @@ from support.spmd_cases import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipekernels import Communicator, PipelineModule, execute_pipeline, execute_pipeline_step
+from pipekernels import Communicator, execute_pipeline, execute_pipeline_step
 
 pytestmark = pytest.mark.processes
 
@@ -244,38 +244,12 @@ def loop_of_steps(comm: Communicator) -> None:
         )
 
 
-def compiled_program(comm: Communicator) -> None:
-    from torch._dynamo.testing import CompileCounter  # Slow to import.
-
-    mesh = line(comm)
-    modules = stages(2)
-    reference = nn.Sequential(*copy.deepcopy(modules))
-    around = CompileCounter()
-    stage = PipelineModule("pipe", 2, lambda: modules[comm.rank], mesh=mesh)
-
-    @torch.compile(backend=around)
-    def loss(x: Tensor) -> Tensor:
-        return stage(x.sin()).square().sum()
-
-    x = randn(4, WIDTH)
-    expected = reference(x.sin()).square().sum()
-    for compiled in (loss(x), torch.compile(stage, backend=around)(x.sin()).square().sum()):
-        if comm.rank == 1:
-            torch.testing.assert_close(compiled, expected, **exactly)
-        stage.zero_grad()
-        compiled.backward()
-    expected.backward()
-    assert_same_grads(modules[comm.rank], reference[comm.rank])
-    assert around.frame_count == 2  # The code before and after the pipeline.
-
-
 @pytest.mark.parametrize(
     ("body", "world_size"),
     [
         *((equals_sequential, world_size) for world_size in (1, 2, 3)),
         *((body, 2) for body in (arguments, autograd)),
         *((loop_of_steps, world_size) for world_size in (1, 3)),
-        pytest.param(compiled_program, 2, marks=pytest.mark.compile),
     ],
 )
 def test_on_ranks(body: Callable[[Communicator], None], world_size: int) -> None:
