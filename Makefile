@@ -89,12 +89,12 @@ $(DEMO) $(TESTS) $(LINT) $(DOCS) $(WHEEL): .venv/%.stamp: $(BUILT)
 	$(PIP) 'pipekernels[$*]'
 	touch $@
 
-# The first two are sdists that look for torch while they are built; llama.cpp is compiled for this
-# CPU, in some 15 minutes. Engines that cannot be installed here are left out of the benchmark.
+# The first two are sdists that look for torch while they are built; llama.cpp comes built for all
+# CPUs, as a package of Node's. Engines that cannot be installed here are left out of the benchmark.
 $(PEERS): $(BUILT)
 	$(PIP) --no-build-isolation --no-deps fairscale torchgpipe
-	-$(PIP) ctranslate2
-	-CMAKE_ARGS=-DGGML_NATIVE=ON $(PIP) llama-cpp-python gguf
+	-$(PIP) ctranslate2 gguf
+	-NODE_LLAMA_CPP_SKIP_DOWNLOAD=true npm install --prefix .venv/peers/node node-llama-cpp@3.22.1
 	touch $@
 
 # The peers of bench/collectives.py have their own virtual environments. One that cannot be

@@ -1,10 +1,11 @@
-"""Decoding with a Llama, and with a mixture of experts, on two CPU ranks, against one process and
-transformers.
+"""Generating with Llamas, and with a mixture of experts, on two CPU ranks, against one process,
+transformers and llama.cpp.
 
-The Llamas have 110 M and 1.1 B parameters, the mixture 301 M in 8 experts, of which 2 are active;
-in the quick form they have 2 layers. Greedy ``generate`` of transformers with a
-KV cache, one sequence. Every system gives the same number of tokens; in float32 these are checked
-against those of one process.
+The Llamas have 110 M, 1.1 B and 3.2 B parameters, the mixture 301 M in 8 experts, of which 2 are
+active; in the quick form they have 2 layers. Weights are random. Every system generates greedily,
+with a KV cache, the same number of tokens; in float32 these are checked against those of one
+process. A part of the table is the time of a new token, after a prompt of 64, of one sequence or of
+each of 8 together; or the time from the prompt to the first token.
 
 * ``one thread``, ``two threads``: the bare model in one process.
 * ``pipekernels``: ``tensor_parallelize(model, "auto", comm)`` on two processes of one thread each,
@@ -12,8 +13,8 @@ against those of one process.
 * ``compiled``: the two above after ``compile_decoding(model)``.
 * ``transformers``: its own ``tp_plan="auto"``, on Gloo; then the same on the ``torch.distributed``
   backend ``pipekernels``.
-* ``pipekernels, int8`` and ``int4``: ours, with weights of integers and activations in bfloat16;
-  4 bits have groups of 32.
+* ``pipekernels, int8`` and ``int4``: ours, with weights of integers, rounded while they are loaded;
+  activations in bfloat16; 4 bits have groups of 32.
 * ``llama.cpp``, ``CTranslate2``: with two threads; with weights of q8_0 or q4_0, and int8.
   CTranslate2 does not compute in bfloat16 on all CPUs.
 * ``a read of the weights``: as many bytes as ours have, summed by two threads as float32: the
@@ -25,20 +26,21 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.harness import Options, Turns
-from bench.peers.decoders import ctranslate2, llama_cpp
-from bench.processes import Serve, join, repeated, started
+from bench.harness import Options, Plan, Row, alternate, summary
+from bench.peers.decoders import CHECKED, WORKS, Generated, ctranslate2, llama_cpp, serve
+from bench.processes import Processes, Serve, join, repeated, started
 from bench.report.tables import svg
 
 RANKS = 2
-PROMPT, NEW = 32, 128
-QUICK_NEW, QUICK_LAYERS = 16, 2
+LENGTH = max(work.prompt + work.new for work in WORKS.values())
+QUICK_LAYERS = 2
 COMMON: dict[str, Any] = {
     "hidden_size": 768,
     "num_attention_heads": 12,
@@ -62,7 +64,20 @@ LARGE = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
-SHAPES = {"Llama": COMMON | LLAMA, "Mixtral": COMMON | EXPERTS, "Llama, 1.1 B": COMMON | LARGE}
+LARGEST = {
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+SHAPES = {
+    "Llama": COMMON | LLAMA,
+    "Mixtral": COMMON | EXPERTS,
+    "Llama, 1.1 B": COMMON | LARGE,
+    "Llama, 3.2 B": COMMON | LARGEST,
+}
 CASES = {
     "float32": ("Llama", torch.float32),
     "bfloat16": ("Llama", torch.bfloat16),
@@ -72,6 +87,8 @@ CASES = {
     "1.1 B, bfloat16": ("Llama, 1.1 B", torch.bfloat16),
     "1.1 B, int8": ("Llama, 1.1 B", torch.bfloat16),
     "1.1 B, int4": ("Llama, 1.1 B", torch.bfloat16),
+    "3.2 B, int8": ("Llama, 3.2 B", torch.bfloat16),
+    "3.2 B, int4": ("Llama, 3.2 B", torch.bfloat16),
     "experts, float32": ("Mixtral", torch.float32),
     "experts, bfloat16": ("Mixtral", torch.bfloat16),
     "experts, int8": ("Mixtral", torch.bfloat16),
@@ -86,7 +103,7 @@ CANDIDATES = {
     "float32": (*EVERY, "llama.cpp, f32", "CTranslate2, float32"),
     "bfloat16": (*EVERY, "llama.cpp, bf16"),
     "int8": (
-        *("two threads", "pipekernels", "pipekernels, int8", "pipekernels, int8, compiled"),
+        *("two threads", "pipekernels, int8", "pipekernels, int8, compiled"),
         *("a read of the weights, int8", "llama.cpp, q8_0", "CTranslate2, int8"),
     ),
     "int4": (
@@ -110,6 +127,14 @@ CANDIDATES = {
         *("a read of the weights, int4", "pipekernels, int4, compiled"),
         "llama.cpp, q4_0",
     ),
+    "3.2 B, int8": (
+        *("a read of the weights, int8", "pipekernels, int8, compiled"),
+        "llama.cpp, q8_0",
+    ),
+    "3.2 B, int4": (
+        *("a read of the weights, int4", "pipekernels, int4, compiled"),
+        "llama.cpp, q4_0",
+    ),
     "experts, float32": ("two threads", "pipekernels"),
     "experts, bfloat16": ("two threads", "pipekernels"),
     "experts, int8": ("two threads", "pipekernels", "pipekernels, int8"),
@@ -124,112 +149,123 @@ CONDITIONS = {
     "parameters",
     "1.1 B": "Llama, 22 layers of width 2048, 32 heads over 4 key heads, inner width 5632, 32000 "
     "tokens",
+    "3.2 B": "Llama, 28 layers of width 3072, 24 heads over 8 key heads, inner width 8192, 128256 "
+    "tokens, tied",
     "experts": "Mixtral, 9 layers of width 768, 12 heads, 8 experts of inner width 1536, 2 active, "
     "32000 tokens, tied: 301 M parameters",
     "int8, int4": "activations in bfloat16, as the candidates beside them",
-    "work": f"prompt of {PROMPT} tokens, then {NEW} new ones, greedy; seconds per new token",
+    "work": f"greedy; a token: mean of {CHECKED.new - 1}; of 8 sequences: of "
+    f"{WORKS['a token of each of 8 sequences'].new - 1}",
     "ranks": f"{RANKS} processes of one thread",
     "timing": "slowest rank, candidates in turn, medians over turns",
 }
 
 
 @functools.cache
-def saved(name: str, new: int, layers: int) -> Any:
-    """A folder, until the end of this process, of a model with random weights in float32, and the
-    ``new`` tokens that it generates."""
+def saved(name: str, layers: int, exact: bool) -> Any:
+    """A folder, until the end of this process, of a model with random weights, and, if it is
+    ``exact``, with weights in float32 and the tokens that it generates; else in bfloat16."""
     import transformers
 
     folder = tempfile.TemporaryDirectory()
     torch.manual_seed(0)
     config = getattr(transformers, f"{name.partition(',')[0]}Config")
     shape = SHAPES[name] | {"num_hidden_layers": layers}
-    model = transformers.AutoModelForCausalLM.from_config(config(**shape)).eval()
-    model.save_pretrained(folder.name)
-    Path(folder.name, "tokens.json").write_text(json.dumps(generate(model, new).tolist()))
+    dtype = torch.float32 if exact else torch.bfloat16
+    model = transformers.AutoModelForCausalLM.from_config(config(**shape), dtype=dtype).eval()
+    model.save_pretrained(folder.name, max_shard_size="100GB")
+    if exact:
+        tokens = generated(model, CHECKED.prompts(), CHECKED.new)[2]
+        Path(folder.name, "tokens.json").write_text(json.dumps(tokens))
     return folder
 
 
-def generate(model: Any, new: int) -> torch.Tensor:
-    """Prompt and new tokens."""
-    prompt = torch.randint(3, 32000, (1, PROMPT), generator=torch.Generator().manual_seed(1))
+def generated(model: Any, prompts: list[list[int]], new: int) -> Generated:
+    """By ``generate`` of transformers."""
+    times = []
+
+    def told(ids: Any, scores: Any, **_: Any) -> torch.Tensor:
+        times.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool)
+
     model.generation_config.eos_token_id = None  # Every one generates as many.
-    options = {"max_new_tokens": new, "do_sample": False}
-    found: torch.Tensor = model.generate(prompt, attention_mask=prompt != 0, **options)
-    return found
+    ids = torch.tensor(prompts)
+    options = {"max_new_tokens": new, "do_sample": False, "stopping_criteria": [told]}
+    begin = time.perf_counter()
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    token = (times[-1] - times[0]) / max(new - 1, 1)
+    return times[0] - begin, token, found[:, ids.shape[1] :].tolist()
 
 
-def serve_tokens(model: Any, folder: Path, serve: Serve, threads: int = 1) -> None:
-    """Check the tokens, then serve turns.
-
-    Raises:
-        AssertionError: a model in float32 generates others than the one in ``folder`` did.
-    """
+def _serve(model: Any, folder: Path, to: Serve, threads: int = 1) -> None:
     torch.set_num_threads(threads)
     model = model.eval()
-    expected = json.loads((folder / "tokens.json").read_text())
-    new = len(expected[0]) - PROMPT
-    assert model.dtype != torch.float32 or generate(model, new).tolist() == expected
-    turn = repeated(lambda: generate(model, new), 1, warmup=0)
-    serve(lambda: turn() / new)
+    exact = model.dtype == torch.float32
+    serve(functools.partial(generated, model), to, folder, exact=exact)
 
 
 def _loaded(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
+
+    _quiet()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+
+
+def _quiet() -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
 
 
 def _reading(
-    rank: int, port: int, serve: Serve, folder: Path, dtype: torch.dtype, bits: float
+    rank: int, port: int, to: Serve, folder: Path, dtype: torch.dtype, bits: float
 ) -> None:
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))  # In float32.
+    size = (folder / "model.safetensors").stat().st_size
+    count = size // (4 if (folder / "tokens.json").exists() else 2)  # Weights.
     torch.set_num_threads(RANKS)
-    serve(repeated(torch.ones(int(size // 4 * (bits or 8 * dtype.itemsize) / 32)).sum, 20))
+    turn = repeated(torch.ones(int(count * (bits or 8 * dtype.itemsize) / 32)).sum, 20)
+    to(lambda name: turn() if name == "a token" else 0.0)
 
 
 def _bare(
-    rank: int, port: int, serve: Serve, folder: Path, dtype: torch.dtype, n: int, compiled: bool
+    rank: int, port: int, to: Serve, folder: Path, dtype: torch.dtype, n: int, compiled: bool
 ) -> None:
     from pipekernels.huggingface import compile_decoding
 
     model = _loaded(folder, dtype)
     if compiled:
-        compile_decoding(model, PROMPT + NEW)
-    serve_tokens(model, folder, serve, n)
+        compile_decoding(model, LENGTH)
+    _serve(model, folder, to, n)
 
 
 def _pipekernels(
-    rank: int,
-    port: int,
-    serve: Serve,
-    folder: Path,
-    dtype: torch.dtype,
-    bits: int,
-    compiled: bool,
+    rank: int, port: int, to: Serve, folder: Path, dtype: torch.dtype, bits: int, compiled: bool
 ) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     from pipekernels import Communicator
     from pipekernels.huggingface import compile_decoding
-    from pipekernels.tensor_parallel import quantize_weights, tensor_parallelize
+    from pipekernels.tensor_parallel import load_pretrained, tensor_parallelize
 
+    _quiet()
     join("gloo", rank, RANKS, port)
     with Communicator.from_process_group() as comm:
-        model = tensor_parallelize(_loaded(folder, dtype), "auto", comm)
-        if bits:
-            quantize_weights(model, bits=bits)
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        load_pretrained(tensor_parallelize(model, "auto", comm), folder, bits=bits or None)
         if compiled:
-            compile_decoding(model, PROMPT + NEW)
-        serve_tokens(model, folder, serve)
+            compile_decoding(model, LENGTH)
+        _serve(model, folder, to)
 
 
 def _transformers(
-    rank: int, port: int, serve: Serve, folder: Path, dtype: torch.dtype, backend: str
+    rank: int, port: int, to: Serve, folder: Path, dtype: torch.dtype, backend: str
 ) -> None:
     join(backend, rank, RANKS, port)
-    serve_tokens(_loaded(folder, dtype, tp_plan="auto", tp_size=RANKS), folder, serve)
+    _serve(_loaded(folder, dtype, tp_plan="auto", tp_size=RANKS), folder, to)
 
 
 WORKERS: dict[str, tuple[Any, ...]] = {
@@ -252,13 +288,30 @@ WORKERS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def turns(case: str, names: Sequence[str], options: Options) -> Turns:
-    """Every candidate."""
-    name, dtype = CASES[case]
-    layers = SHAPES[name]["num_hidden_layers"]
-    size = (QUICK_NEW, QUICK_LAYERS) if options.quick else (NEW, layers)
-    folder = Path(saved(name, *size).name)
-    return Turns(started(WORKERS, names, folder, dtype), 1, 3)
+def measure(plan: Plan, options: Options) -> Iterator[list[Row]]:
+    """The rows of each case: a process of every candidate serves all parts."""
+    for case, names in plan.items():
+        name, dtype = CASES[case]
+        layers = QUICK_LAYERS if options.quick else SHAPES[name]["num_hidden_layers"]
+        folder = Path(saved(name, layers, name != "Llama, 3.2 B").name)
+        runners = started(WORKERS, names, folder, dtype)
+        try:
+            yield [row for part in WORKS for row in _rows(case, part, runners)]
+        finally:
+            for runner in runners.values():
+                runner.close()
+
+
+def _rows(case: str, part: str, runners: dict[str, Processes]) -> list[Row]:
+    timed = {
+        name: functools.partial(runner, part)
+        for name, runner in runners.items()
+        if part == "a token" or not name.startswith("a read")
+    }
+    return [
+        {"part": part, "case": case, "candidate": name, **summary(found)}
+        for name, found in alternate(timed, warmup=1, rounds=3).items()
+    ]
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -267,7 +320,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     with svg(path, len(PLOTTED), width=6.5, height=3, share=False) as axes:
         for axis, case in zip(axes, PLOTTED, strict=True):
-            found = [row for row in rows if row["case"] == case]
+            found = [row for row in rows if (row["part"], row["case"]) == ("a token", case)]
             found.sort(key=lambda row: -row["median"])
             names = [
                 row["candidate"].replace("transformers,", "transformers' plan,") for row in found

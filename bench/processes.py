@@ -10,6 +10,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ import torch
 PEERS = {
     "fairscale": "fairscale",
     "torchgpipe": "torchgpipe",
-    "llama.cpp": "llama_cpp",
     "CTranslate2": "ctranslate2",
 }
+# llama.cpp is a package of Node's.
+NODE_PEERS = Path(".venv/peers/node").resolve()
 Serve = Callable[[Callable[..., float]], None]
 
 
@@ -105,7 +107,8 @@ def started(
     found = {}
     for name in names:
         package = name.partition(",")[0]
-        if package in PEERS and importlib.util.find_spec(PEERS[package]) is None:
+        missing = package in PEERS and importlib.util.find_spec(PEERS[package]) is None
+        if missing or package == "llama.cpp" and not NODE_PEERS.is_dir():
             print(f"{package} is not installed: left out")
             continue
         ranks, worker, *last = workers[name]

@@ -21,6 +21,7 @@ from types import ModuleType
 
 # The modules of those on CPU ranks, by name.
 CPU = {
+    "accuracy": "bench.accuracy",
     "collectives": "bench.collectives",
     "ddp": "bench.distributed.ddp",
     "decode": "bench.decode",

@@ -3,18 +3,68 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.processes import Serve, repeated
+from bench.processes import NODE_PEERS, Serve
 
 THREADS = 2
-Decode = Callable[[list[int], int], list[int]]
-"""Given a prompt and a number of tokens; returns so many more, greedily."""
+
+
+class Work(NamedTuple):
+    """What is generated greedily, and what counts: the tokens, or the prompt."""
+
+    sequences: int
+    prompt: int  # Tokens of each.
+    new: int
+
+    def prompts(self) -> list[list[int]]:
+        """Random tokens, the same at each call."""
+        drawn = np.random.default_rng(1).integers(3, 32000, (self.sequences, self.prompt))
+        found: list[list[int]] = drawn.tolist()
+        return found
+
+
+WORKS = {
+    "a token": Work(1, 64, 33),
+    "a token of each of 8 sequences": Work(8, 64, 17),
+    "a prompt of 64 tokens": Work(1, 64, 1),
+    "a prompt of 512 tokens": Work(1, 512, 1),
+}
+CHECKED = WORKS["a token"]
+Generated = tuple[float, float, list[list[int]]]
+"""Seconds to the first new tokens, seconds per later one, and all new ones."""
+Generate = Callable[[list[list[int]], int], Generated]
+"""Given prompts and a number of tokens; generates so many for each, greedily."""
+
+
+def serve(generate: Generate, serve: Serve, folder: Path, *, exact: bool) -> None:
+    """Check the tokens of :data:`CHECKED`, then serve turns: a name of :data:`WORKS` to seconds.
+
+    Raises:
+        AssertionError: the first tokens are others than the model in ``folder`` has generated, and
+            the engine computes in float32 (``exact``), or there are not so many.
+    """
+    *_, found = generate(CHECKED.prompts(), CHECKED.new)
+    assert [len(each) for each in found] == [CHECKED.new]
+    if exact:
+        # Later ones may differ by rounding, of another order of sums.
+        (expected,) = json.loads((folder / "tokens.json").read_text())
+        assert found[0][:8] == expected[:8]
+
+    def turn(name: str) -> float:
+        work = WORKS[name]
+        first, token, _ = generate(work.prompts(), work.new)
+        return token if work.new > 1 else first
+
+    serve(turn)
+
 
 # Names of GGUF by those of transformers.
 WHOLE = {
@@ -35,28 +85,30 @@ OF_LAYER = {
 }
 
 
-def llama_cpp(rank: int, port: int, serve: Serve, folder: Path, dtype: Any, kind: str) -> None:
-    """A worker: llama.cpp, with weights of the GGUF type ``kind``."""
-    from llama_cpp import Llama, llama_get_logits
-
+def llama_cpp(rank: int, port: int, to: Serve, folder: Path, dtype: Any, kind: str) -> None:
+    """A worker: llama.cpp of node-llama-cpp, built for the machine, with weights of the GGUF type
+    ``kind``."""
+    size = max(work.sequences * (work.prompt + work.new) for work in WORKS.values())
+    sequences = max(work.sequences for work in WORKS.values())
     with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
         write_gguf(folder, Path(file.name), kind)
-        options = {"n_threads": THREADS, "n_threads_batch": THREADS}
-        model = Llama(file.name, n_ctx=512, use_mmap=False, verbose=False, **options)
+        program = NODE_PEERS / "llama_cpp.mjs"  # Node looks for packages beside a program.
+        program.write_text(Path(__file__).with_name("llama_cpp.mjs").read_text())
+        command = ["node", program, file.name, THREADS, sequences, size]
+        pipe = subprocess.PIPE
+        engine = subprocess.Popen(list(map(str, command)), stdin=pipe, stdout=pipe, text=True)
+        assert engine.stdin is not None and engine.stdout is not None
+        assert engine.stdout.readline() == "ready\n"
 
-    def decode(prompt: list[int], new: int) -> list[int]:
-        model.reset()
-        found: list[int] = []
-        while len(found) < new:
-            model.eval(found[-1:] or prompt)
-            logits = llama_get_logits(model.ctx)  # Of the last token.
-            found.append(int(np.argmax(np.ctypeslib.as_array(logits, (model.n_vocab(),)))))
-        return found
+    def generate(prompts: list[list[int]], new: int) -> Generated:
+        print(json.dumps({"prompts": prompts, "new": new}), file=engine.stdin, flush=True)
+        answer = json.loads(engine.stdout.readline())
+        return answer["first"] / 1e3, answer["token"] / 1e3, answer["found"]
 
-    _serve(decode, serve, folder, exact=kind == "f32")
+    serve(generate, to, folder, exact=kind == "f32")
 
 
-def ctranslate2(rank: int, port: int, serve: Serve, folder: Path, dtype: Any, kind: str) -> None:
+def ctranslate2(rank: int, port: int, to: Serve, folder: Path, dtype: Any, kind: str) -> None:
     """A worker: CTranslate2, with weights of its type ``kind``."""
     import ctranslate2 as engine
     from tokenizers import Tokenizer, models
@@ -74,40 +126,30 @@ def ctranslate2(rank: int, port: int, serve: Serve, folder: Path, dtype: Any, ki
         options = {"compute_type": kind, "inter_threads": 1, "intra_threads": THREADS}
         model = engine.Generator(f"{own}/converted", device="cpu", **options)
 
-    def decode(prompt: list[int], new: int) -> list[int]:
-        (result,) = model.generate_batch(
-            [[names[i] for i in prompt]],
-            max_length=new,
-            min_length=new,
-            sampling_topk=1,
-            include_prompt_in_result=False,
+    def generate(prompts: list[list[int]], new: int) -> Generated:
+        begin, times, found = time.perf_counter(), [], [[] for _ in prompts]
+        starts = [[names[i] for i in prompt] for prompt in prompts]
+
+        def told(step: Any) -> bool:
+            times.append(time.perf_counter())
+            return False
+
+        options = {"max_length": new, "min_length": new, "sampling_topk": 1}
+        results = model.generate_batch(
+            starts, include_prompt_in_result=False, callback=told, **options
         )
-        return list(result.sequences_ids[0])
+        found = [list(each.sequences_ids[0]) for each in results]
+        first, last = times[len(prompts) - 1], times[-1]
+        return first - begin, (last - first) / max(new - 1, 1), found
 
-    _serve(decode, serve, folder, exact=kind == "float32")
-
-
-def _serve(decode: Decode, serve: Serve, folder: Path, *, exact: bool) -> None:
-    """Check the first tokens, then serve turns.
-
-    Raises:
-        AssertionError: they are others than the model in ``folder`` has generated, and the engine
-            computes in float32 (``exact``), or there are not so many.
-    """
-    (tokens,) = json.loads((folder / "tokens.json").read_text())
-    prompt, expected = tokens[:32], tokens[32:]
-    found = decode(prompt, len(expected))
-    # Later ones may differ by rounding, of another order of sums.
-    assert len(found) == len(expected) and not (exact and found[:8] != expected[:8])
-    turn = repeated(lambda: decode(prompt, len(expected)), 1, warmup=0)
-    serve(lambda: turn() / len(expected))
+    serve(generate, to, folder, exact=kind == "float32")
 
 
 def write_gguf(folder: Path, path: Path, kind: str) -> None:
     """Write the model in ``folder`` as GGUF, with matrices of type ``kind``: f32, bf16,
     q8_0 or q4_0."""
     import gguf
-    from safetensors.numpy import load_file
+    from safetensors import safe_open
 
     config = json.loads((folder / "config.json").read_text())
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -123,16 +165,26 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"t{i}".encode() for i in range(vocabulary)])
+    # llama.cpp wants a token for each byte.
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    names += [f"t{i}" for i in range(len(names), vocabulary)]
+    writer.add_token_list(names)
     writer.add_token_scores([0.0] * vocabulary)
-    writer.add_token_types([1] * vocabulary)
+    kinds, normal = [gguf.TokenType.UNKNOWN, *[gguf.TokenType.CONTROL] * 2], gguf.TokenType.NORMAL
+    kinds += [gguf.TokenType.BYTE] * 256 + [normal] * (vocabulary - 259)
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
     renamed = WHOLE | {
         f"model.layers.{i}.{theirs}.weight": f"blk.{i}.{ours}.weight"
         for i in range(layers)
         for theirs, ours in OF_LAYER.items()
     }
     quantized = gguf.GGMLQuantizationType[kind.upper()]
-    for name, value in load_file(folder / "model.safetensors").items():
+    file = safe_open(folder / "model.safetensors", framework="pt")
+    for name in file.keys():  # noqa: SIM118 - it is no mapping
+        value = file.get_tensor(name).float().numpy()
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             # llama.cpp rotates pairs of neighbours, transformers a half with the other half.
             groups = heads if name.endswith("q_proj.weight") else key_heads
