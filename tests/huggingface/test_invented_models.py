@@ -225,7 +225,7 @@ def is_sharded_rightly(model: nn.Module, ranks: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", in_gate(range(2), range(150)))
+@pytest.mark.parametrize("seed", in_gate((0, 1, 51), range(150)))
 def test_an_invented_model_is_whole_or_equal(seed: int) -> None:
     is_sharded_rightly(*invented(seed))
 

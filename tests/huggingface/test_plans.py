@@ -89,6 +89,7 @@ def test_warnings() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.processes  # MRA and YOSO ask for a compiler.
 @pytest.mark.parametrize("part", range(4))
 def test_families_are_sharded_right_or_refused(part: int) -> None:
     """A quarter of transformers, as docs/families.md lists it; the next day another one. A run of

@@ -205,7 +205,7 @@ def small_model(
                 return model, running_inputs(model)
         except Exception as error:  # noqa: BLE001 - whatever configurations and models raise
             failure = failure or error
-    raise ValueError(f"a small {model_class.__name__} does not run: {failure}") from failure
+    raise ValueError(f"no small {model_class.__name__} can be made: {failure}") from failure
 
 
 def _new_model(model_class: Any, small: Any, dtype: torch.dtype) -> Any:
@@ -230,8 +230,11 @@ def _new_model(model_class: Any, small: Any, dtype: torch.dtype) -> Any:
 
 
 def running_inputs(model: Any, length: int = TOKENS) -> dict[str, Tensor]:
-    """The inputs with which most linear layers of ``model`` run, the first of those. Raises what it
-    first raised; ValueError if none can be made."""
+    """The first inputs with which most linear layers of ``model`` run.
+
+    Raises:
+        ValueError: it runs with none, or none can be made.
+    """
     failure: Exception | None = None
     found: dict[str, Tensor] | None = None
     layers = [layer for layer in model.modules() if isinstance(layer, linear_classes())]
@@ -252,7 +255,8 @@ def running_inputs(model: Any, length: int = TOKENS) -> dict[str, Tensor]:
             if most == len(layers):
                 break
     if found is None:
-        raise failure or ValueError(f"its main input, {model.main_input_name}, is not known here")
+        why = failure or f"its main input, {model.main_input_name}, is not known here"
+        raise ValueError(f"a small {type(model).__name__} does not run: {why}") from failure
     return found
 
 
