@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from pipekernels.tensor_parallel.full_layer import (
     is_experts,
     linear_classes,
 )
-from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans, shares
+from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans
 from pipekernels.tensor_parallel.invariant.slabs import check_width
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.partial_gradients import (
@@ -35,9 +35,6 @@ from pipekernels.tensor_parallel.partial_gradients import (
     split_parameters,
     sum_gradients,
 )
-
-# A weight has [out_features, in_features], experts have [experts, out_features, in_features].
-Shape: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -58,18 +55,17 @@ class HookKind(Kind):
 
 @dataclass(frozen=True)
 class LayerKind(Kind):
-    """Layers that sharded layers replace. Shapes are those of weights, ``[out, in]``."""
+    """Layers that sharded layers replace."""
 
     make: Callable[..., Any]
     """``make(layer, comm, **options)`` makes this rank's shard, with the options ``invariant``,
     ``heads`` and ``blocks`` that apply. It raises a TypeError if the layer has what a shard would
     lose, a ValueError if its features cannot be cut like this."""
     sent: tuple[str, str]
-    """What the ranks exchange in the forward and the backward, in elements per token: ``{0}`` for
-    the output features, ``{1}`` for the input features."""
+    """What the ranks exchange in the forward and the backward, in elements per token: ``{0}`` and
+    ``{1}`` for the sizes of the weight, ``[out, in]`` or ``[experts, out, in]``."""
     takes: str = "nn.Linear"
     accepts: Callable[[nn.Module], bool] = lambda layer: type(layer) in linear_classes()
-    full_shape: Callable[[Any], Shape] = lambda layer: features_of(layer)[::-1]
     cuts_input: bool = False
     can_tie: bool = False
     """Whether layers of such kinds can share a weight, whose first dimension they cut."""
@@ -81,8 +77,6 @@ class LayerKind(Kind):
     blocks."""
     heads: Heads | None = None
     """Which stay whole."""
-    keeps: tuple[str, ...] = ()
-    """Parameters that every rank has whole."""
     checks_extras: bool = False
     """Whether ``make`` looks itself for what would be lost, such as hooks."""
     not_invariant: str = ""
@@ -93,58 +87,21 @@ class LayerKind(Kind):
         if invariant and self.not_invariant:
             raise ValueError(f"invariant=True does not support {self.not_invariant}")
         if invariant and self.has_partner:  # An activation may follow.
-            check_width(self._sizes(self.full_shape(layer)[0]))
+            check_width(self._sizes(layer))
         options: dict[str, Any] = {"invariant": True} if invariant else {}
         if self.heads is not None:
             options["heads"] = self.heads
         if self.blocks != (1,):
-            options["blocks"] = self._sizes(self.full_shape(layer)[0])
+            options["blocks"] = self._sizes(layer)
         return self.make(layer, comm, **options)
 
-    def shard_shape(self, layer: nn.Module, world_size: int) -> Shape:
-        """The shape of rank 0's part, the largest, of the weight of ``layer``."""
-        out_features, in_features = self.full_shape(layer)
-        if self.cuts_input:
-            return out_features, shares(in_features, world_size, self.heads)[0]
-        sizes = self._sizes(out_features)
-        return sum(shares(size, world_size, self.heads)[0] for size in sizes), in_features
-
-    def _sizes(self, out_features: int) -> list[int]:
+    def _sizes(self, layer: nn.Module) -> list[int]:
         if len(self.blocks) > 1:
             return list(self.blocks)
-        (count,) = self.blocks
+        out_features, (count,) = features_of(layer)[1], self.blocks
         if out_features % count:
             raise ValueError(f"{out_features} features cannot be cut into {count} equal blocks")
         return [out_features // count] * count
-
-
-@dataclass(frozen=True)
-class ExpertsKind(LayerKind):
-    """Stacked experts: a rank holds a slice of each expert, or some experts."""
-
-    expert_parallel: bool = False
-
-    def shard_shape(self, layer: nn.Module, world_size: int) -> Shape:
-        experts, out_features, in_features = self.full_shape(layer)
-        if self.expert_parallel:
-            return shares(experts, world_size)[0], out_features, in_features
-        return experts, out_features, shares(in_features, world_size)[0]
-
-
-@dataclass(frozen=True)
-class AttentionKind(LayerKind):
-    """``nn.MultiheadAttention``, which knows its heads."""
-
-    def shard_shape(self, layer: Any, world_size: int) -> Shape:
-        heads = (layer.num_heads, layer.num_heads)
-        return 3 * shares(layer.embed_dim, world_size, heads)[0], layer.embed_dim
-
-
-def _shape_of_experts(layer: Any) -> Shape:
-    """The shape of the second product's weight."""
-    experts, *sizes = layer.down_proj.shape
-    first = layer._parameters.get("gate_up_proj", layer._parameters.get("up_proj"))
-    return experts, *sorted(sizes, key=lambda size: size not in first.shape[1:])
 
 
 def _sum_and_split(
@@ -198,38 +155,33 @@ GATHERED = LayerKind(
     is_of_vocabulary=True,
 )
 PACKED = LayerKind("packed_column", _column, ("", _IN), has_partner=True, blocks=(2,))
-ROW = LayerKind("row", _row, (_OUT, ""), cuts_input=True, keeps=("bias",))
+ROW = LayerKind("row", _row, (_OUT, ""), cuts_input=True)
 EMBEDDING = LayerKind(
     "embedding",
     VocabParallelEmbedding.from_embedding,
     (_IN, ""),
     takes="nn.Embedding",
     accepts=is_embedding,
-    full_shape=lambda layer: (layer.num_embeddings, layer.embedding_dim),
     can_tie=True,
     is_of_vocabulary=True,
 )
-ATTENTION = AttentionKind(
+ATTENTION = LayerKind(
     "attention",
     ParallelMultiheadAttention,
     (_IN, _IN),
     takes="nn.MultiheadAttention",
     accepts=lambda layer: type(layer) is nn.MultiheadAttention,
-    full_shape=lambda layer: (3 * layer.embed_dim, layer.embed_dim),
-    keeps=("out_proj.bias",),
     checks_extras=True,
     not_invariant=(
         "nn.MultiheadAttention; leave it whole, or use attention with separate linear layers"
     ),
 )
-EXPERTS = ExpertsKind(
+EXPERTS = LayerKind(
     "experts",
     ParallelExperts,
     (_IN, f"{_IN} and routing weights"),  # {1}: the output features, after the experts.
     takes="a module of stacked experts",
     accepts=is_experts,
-    full_shape=_shape_of_experts,
-    keeps=("down_proj_bias",),
     checks_extras=True,
     not_invariant=(
         "experts, whose products have other bits for other numbers of tokens; leave them whole"
@@ -245,13 +197,7 @@ _ALL: tuple[Kind, ...] = (
     EMBEDDING,
     ATTENTION,
     EXPERTS,
-    replace(
-        EXPERTS,
-        word="expert_parallel",
-        make=partial(ParallelExperts, expert_parallel=True),
-        expert_parallel=True,
-        keeps=(),
-    ),
+    replace(EXPERTS, word="expert_parallel", make=partial(ParallelExperts, expert_parallel=True)),
     SUMMED,
     HookKind("split_output", _sum_and_split),
     HookKind("split_alibi", _split_alibi),

@@ -15,13 +15,10 @@ from torch import Tensor, nn
 from pipekernels._arguments import check_kind
 from pipekernels._torch_private import tree_leaves
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.changes import set_attribute, undo_changes
 from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
-from pipekernels.tensor_parallel.functional import shares
 from pipekernels.tensor_parallel.invariant.exact_sums import check_own_parameters
 from pipekernels.tensor_parallel.invariant.slabs import has_slabs
-from pipekernels.tensor_parallel.linear import ColumnParallelLinear
 from pipekernels.tensor_parallel.plan.kinds import SUMMED, HookKind, LayerKind
 from pipekernels.tensor_parallel.plan.sharding_plan import base_of, providers, resolve
 from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_layers
@@ -194,13 +191,13 @@ def tensor_parallelize(
         layers = {
             layer: (name, kind)
             for layer, (name, kind) in layers.items()
-            if not kind.is_of_vocabulary or has_slabs(kind.full_shape(layer)[0])
+            if not kind.is_of_vocabulary or has_slabs(layer.get_parameter("weight").shape[0])
         }
     for module, (name, hook) in hooked.items():
         if hook == SUMMED and invariant:
             check_own_parameters(module, name)
     full_elements = _elements(model)
-    shards = {m: _shard(m, name, kind, comm, invariant) for m, (name, kind) in layers.items()}
+    shards = {m: shard_of(m, name, kind, comm, invariant) for m, (name, kind) in layers.items()}
     weights: dict[Any, Any] = {}  # Of shards, by those of full layers, which may share them.
     for layer, shard in shards.items():
         if layers[layer][1].can_tie:
@@ -220,10 +217,8 @@ def tensor_parallelize(
     _disable_fused_encoders(model)
     for provider in providers():
         provider.prepare(model)
-    if comm.rank == 0:
-        _warn_of_uneven_dropout(base)
-        if plan == "auto":
-            _warn_of_whole_layers(model, full_elements, comm.world_size)
+    if comm.rank == 0 and plan == "auto":
+        _warn_of_whole_layers(model, full_elements, comm.world_size)
     return model
 
 
@@ -242,9 +237,11 @@ def _elements(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _shard(
+def shard_of(
     layer: nn.Module, name: str, kind: LayerKind, comm: Communicator, invariant: bool
 ) -> ShardedLayer:
+    """This rank's shard of the layer that is called ``name``, made ``kind``. TypeError or
+    ValueError if it cannot be."""
     try:
         shard: ShardedLayer = kind.shard(layer, comm, invariant=invariant)
     except (TypeError, ValueError) as error:
@@ -266,38 +263,6 @@ def _warn_of_whole_layers(model: nn.Module, full_elements: int, world_size: int)
             UserWarning,
             stacklevel=3,
         )
-
-
-def _warn_of_uneven_dropout(model: nn.Module) -> None:
-    """Warn if ranks will draw different counts of random numbers."""
-    for shard in sharded_layers(model):
-        parent = (shard.name or "").rpartition(".")[0]
-        is_column = isinstance(shard, ColumnParallelLinear) and not shard.gather_output
-        is_cut_inside = is_column or isinstance(shard, ParallelMultiheadAttention)
-        is_uneven = is_cut_inside and _is_uneven(shard)
-        if is_uneven and any(map(_drops, model.get_submodule(parent).modules())):
-            warnings.warn(
-                f"ranks hold shares of {shard.name!r} of different sizes, and there is dropout in "
-                f"{parent or 'the model'!r}: if it drops what is shared out, ranks draw different "
-                "counts of random numbers in training, and then other ones where all must draw the "
-                "same; set it to 0, or let the number of ranks divide the features, or the heads",
-                UserWarning,
-                stacklevel=3,
-            )
-            return
-
-
-def _is_uneven(shard: ShardedLayer) -> bool:
-    """Whether a rank computes more features than another."""
-    sizes = shard.blocks or [shard.full_shape(name)[dim] for name, dim in shard.shard_dims.items()]
-    return any(len(set(shares(size, shard.world_size, shard.heads))) > 1 for size in sizes)
-
-
-def _drops(module: nn.Module) -> bool:
-    """nn.Dropout has its rate in ``p``, attention an attribute of its own."""
-    rates = {key: value for key, value in vars(module).items() if isinstance(value, float)}
-    is_dropout = "Dropout" in type(module).__name__
-    return any(rate > 0 for key, rate in rates.items() if "dropout" in key or is_dropout)
 
 
 def _check_ranks_agree(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal
 
 from torch import nn
 
 from pipekernels._arguments import check_kind, integer
+from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.full_layer import is_experts
 from pipekernels.tensor_parallel.plan.kinds import HookKind, LayerKind
+from pipekernels.tensor_parallel.plan.parallelize import shard_of
 from pipekernels.tensor_parallel.plan.sharding_plan import base_of, resolve, without_numbers
 
 
@@ -91,19 +93,17 @@ def plan_for(
     base = base_of(model)
     sharding_plan = resolve(base, plan, world_size)
     layers = sharding_plan.modules(base, LayerKind)
-    full = sum(parameter.numel() for parameter in model.parameters())
-    saved: dict[nn.Parameter, int] = {}  # Elements that a rank does without; tied ones count once.
+    elements = {parameter: parameter.numel() for parameter in model.parameters()}
+    # Shards of copies without memory, which take their parameters from ``memo``.
+    memo = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in elements}
+    held = dict(elements)  # Of them, by rank 0.
     groups: dict[tuple[Any, ...], list[str]] = {}
     for module, (name, kind) in layers.items():
-        shape = kind.full_shape(module)
-        try:
-            shard = kind.shard_shape(module, world_size)
-        except ValueError as error:
-            raise ValueError(f"{name!r} cannot be made {kind.word!r}: {error}") from error
-        for key, parameter in module.named_parameters():
-            if key not in kind.keeps:
-                saved[parameter] = parameter.numel() * (prod(shape) - prod(shard)) // prod(shape)
-        groups.setdefault((without_numbers(name), kind, shape, shard), []).append(name)
+        copied = copy.deepcopy(module, {**memo})
+        shard = shard_of(copied, name, kind, _FirstRank(world_size), invariant=False)
+        held |= {p: shard.get_parameter(key).numel() for key, p in module.named_parameters()}
+        key = without_numbers(name), kind, *_weight_shapes(shard)
+        groups.setdefault(key, []).append(name)
     for module, (name, hook) in sharding_plan.modules(base, HookKind).items():
         own = next((tuple(p.shape) for p in module.parameters(recurse=False)), ())
         groups.setdefault((without_numbers(name), hook, own, own), []).append(name)
@@ -115,18 +115,32 @@ def plan_for(
         sent = kind.sent if isinstance(kind, LayerKind) else ("", "")
         forward, backward = (text.format(*shape) for text in sent)
         rows.append(PlannedLayer(shown, len(names), kind.word, shape, shard, forward, backward))
-    held = {p: (p.numel() - saved.get(p, 0)) * p.element_size() for p in model.parameters()}
+    held_bytes = {p: count * p.element_size() for p, count in held.items()}
     # A token reads no experts but those that it is routed to, and one row of an embedding.
     unread = 0.0
     for module, (name, _) in layers.items():
         if is_experts(module):
             idle = 1 - _chosen_share(base.get_submodule(name.rpartition(".")[0]), module)
-            unread += idle * sum(held[p] for p in module.parameters())
+            unread += idle * sum(held_bytes[p] for p in module.parameters())
     for weight in _only_embedded(model):
-        unread += held[weight]
-    total = sum(held.values())
-    kept = full - sum(saved.values())
-    return ModelPlan(world_size, rows, full, kept, total, total - round(unread))
+        unread += held_bytes[weight]
+    total, full = sum(held_bytes.values()), sum(elements.values())
+    return ModelPlan(world_size, rows, full, sum(held.values()), total, total - round(unread))
+
+
+class _FirstRank(Communicator):
+    """Rank 0 of ranks that there are not: shards are made for it, and never run."""
+
+    def __init__(self, world_size: int) -> None:
+        self._rank, self._world_size = 0, world_size
+
+
+def _weight_shapes(layer: Any) -> Iterator[tuple[int, ...]]:
+    """Of the weight, in full and on this rank: ``[out, in]``, ``[experts, out, in]``."""
+    name = layer.parameter_names[0]
+    for shape in (layer.full_shape(name), tuple(layer.get_parameter(name).shape)):
+        is_transposed = getattr(layer, "is_transposed", False)
+        yield (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
 
 
 def _chosen_share(block: nn.Module, experts: nn.Module) -> float:
