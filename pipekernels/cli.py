@@ -16,7 +16,7 @@ import torch
 
 from pipekernels import _backend
 from pipekernels._version import __version__
-from pipekernels.ops.gemm_choice import TRITON_REMEDY, has_triton
+from pipekernels.triton_kernels.config import TRITON_REMEDY, has_triton
 
 
 def info() -> str:

@@ -33,7 +33,7 @@ from pipekernels.comm.tensors import (
     check_rows,
     check_tensor,
 )
-from pipekernels.ops.dispatch import can_skip_dispatcher, deny_tangents
+from pipekernels.ops.dispatch import can_skip_dispatcher, define, deny_tangents
 
 
 def all_reduce(
@@ -90,9 +90,6 @@ def _check(name: str, x: Any, comm: Any) -> None:
     deny_tangents(name, [x])
 
 
-_library = torch.library.Library("pipekernels", "FRAGMENT")
-
-
 def _register(
     schema: str,
     kernel: Callable[..., Tensor],
@@ -101,9 +98,6 @@ def _register(
 ) -> Callable[..., Tensor]:
     """Register an operation, which takes its communicator by handle. Kernel, fake and backward take
     the communicator itself, as does the result, which bypasses the dispatcher where possible."""
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    qualified = f"pipekernels::{name}"
 
     def of_handle(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(x: Tensor, handle: int, *arguments: Any) -> Tensor:
@@ -125,16 +119,14 @@ def _register(
         comm = Communicator.from_handle(ctx.handle)
         return backward(grad, comm, *ctx.arguments), None, *[None for _ in ctx.arguments]
 
-    # CompositeExplicitAutograd: one kernel for all devices, below autograd.
-    torch.library.impl(qualified, "CompositeExplicitAutograd", of_handle(kernel), lib=_library)
-    torch.library.register_fake(qualified, of_handle(fake), lib=_library)
-    torch.library.register_autograd(qualified, differentiate, setup_context=setup, lib=_library)
-    registered = getattr(torch.ops.pipekernels, name).default
+    operation = define(
+        schema, of_handle(kernel), of_handle(fake), backward=differentiate, setup=setup
+    )
 
     def call(x: Tensor, comm: Communicator, *arguments: Any) -> Tensor:
         if can_skip_dispatcher([x]):
             return kernel(x, comm, *arguments)
-        result: Tensor = registered(x, comm.handle, *arguments)
+        result: Tensor = operation(x, comm.handle, *arguments)
         return result
 
     return call

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipekernels._torch_private import below_autograd
 from pipekernels.device import streams
 from pipekernels.device.channel import channel
-from pipekernels.ops.dispatch import has_derivatives
+from pipekernels.ops.dispatch import define
 
 
 @overload
@@ -57,11 +57,6 @@ def p2p_copy(
     copies = iter(_op(moving, target, False) if moving else ())
     result = [next(copies) if tensor.device != target else tensor for tensor in group]
     return result[0] if single else result
-
-
-_library = torch.library.Library("pipekernels", "FRAGMENT")
-_library.define("p2p_copy(Tensor[] tensors, Device device, bool backward) -> Tensor[]")
-_op: Callable[..., list[Tensor]] = torch.ops.pipekernels.p2p_copy.default
 
 
 def _copy(tensors: list[Tensor], device: torch.device, backward: bool) -> list[Tensor]:
@@ -112,14 +107,13 @@ class _P2PCopy(torch.autograd.Function):
         return None, None, *result
 
 
-def _with_autograd(tensors: list[Tensor], device: torch.device, backward: bool) -> list[Tensor]:
-    if has_derivatives(tensors):
-        return list(_P2PCopy.apply(device, backward, *tensors))
-    with below_autograd():
-        return _op(tensors, device, backward)
+def _apply(tensors: list[Tensor], device: torch.device, backward: bool) -> list[Tensor]:
+    return list(_P2PCopy.apply(device, backward, *tensors))
 
 
-for _backend in ("CPU", "CUDA"):
-    _library.impl("p2p_copy", _copy, _backend)
-_library.impl("p2p_copy", _with_autograd, "Autograd")
-torch.library.register_fake("pipekernels::p2p_copy", _new_copies, lib=_library)
+_op: Callable[..., list[Tensor]] = define(
+    "p2p_copy(Tensor[] tensors, Device device, bool backward) -> Tensor[]",
+    _copy,
+    _new_copies,
+    apply=_apply,
+)

@@ -1,11 +1,12 @@
-"""When a registered operation may bypass the dispatcher and autograd. For an operation in Python
-both take longer than a small copy or product. And checks of derivatives that torch would silently
-leave out."""
+"""How operations are registered with torch, and when a call may bypass the dispatcher and autograd:
+for an operation in Python both take longer than a small copy or product. And checks of derivatives
+that torch would silently leave out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,53 @@ from torch.autograd import forward_ad
 
 from pipekernels import _backend
 from pipekernels._torch_private import (
+    below_autograd,
     dispatch_mode_count,
     in_forward_mode,
     is_profiler_enabled,
     tangents_are_enabled,
 )
+
+_library = torch.library.Library("pipekernels", "FRAGMENT")
+
+
+def define(
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    backward: Callable[..., Any] | None = None,
+    setup: Callable[..., None] | None = None,
+    apply: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Register an operation.
+
+    Args:
+        schema: ``name(arguments) -> results``.
+        kernel: for all devices, below autograd.
+        fake: makes the results without values.
+        backward, setup: as for ``torch.library.register_autograd``; or
+        apply: the operation as a node of autograd. It is called with the operation's arguments, of
+            which the first are tensors, if a derivative may be asked for.
+    """
+    name = schema.partition("(")[0]
+    qualified = f"pipekernels::{name}"
+    _library.define(schema)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(qualified, fake, lib=_library)
+    operation: Callable[..., Any] = getattr(torch.ops.pipekernels, name).default
+    if backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=setup, lib=_library)
+    if apply is not None:
+
+        def with_autograd(tensors: Sequence[Tensor], *options: Any) -> Any:
+            if has_derivatives(tensors):
+                return apply(tensors, *options)
+            with below_autograd():
+                return operation(tensors, *options)
+
+        _library.impl(name, with_autograd, "Autograd")
+    return operation
 
 
 def can_skip_dispatcher(tensors: list[Tensor]) -> bool:

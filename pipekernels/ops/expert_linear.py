@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from pipekernels import _backend
 from pipekernels.device.autocast import exactly
-from pipekernels.ops.dispatch import has_derivatives, is_observed
+from pipekernels.ops.dispatch import define, has_derivatives, is_observed
 from pipekernels.ops.weights import IntegerWeight, Weight, weight_of
 
 FEW_ROWS = 4
@@ -101,7 +101,7 @@ def few_rows_expert_linear(
         return None
     if is_compiling:
         operands = x, weight, scale, weights.zero, bias, chosen, columns
-        result: Tensor = torch.ops.pipekernels.chosen_experts(*operands)
+        result: Tensor = _chosen_experts_operation(*operands)
         return result
     if isinstance(weights, IntegerWeight):
         return weights.chosen_product(x, bias, chosen)
@@ -136,10 +136,9 @@ def _chosen_experts_fake(x: Tensor, *others: Any) -> Tensor:
     return x.new_empty((*chosen.shape, columns))
 
 
-_library = torch.library.Library("pipekernels", "FRAGMENT")
-_library.define(
+_chosen_experts_operation = define(
     "chosen_experts(Tensor x, Tensor weight, Tensor? scale, Tensor? zero, Tensor? bias, "
-    "Tensor chosen, int columns) -> Tensor"
+    "Tensor chosen, int columns) -> Tensor",
+    _chosen_experts,
+    _chosen_experts_fake,
 )
-_library.impl("chosen_experts", _chosen_experts, "CompositeExplicitAutograd")
-torch.library.register_fake("pipekernels::chosen_experts", _chosen_experts_fake, lib=_library)

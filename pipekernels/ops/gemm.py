@@ -15,17 +15,22 @@ from torch.nn import functional
 
 from pipekernels._arguments import check_kind
 from pipekernels._torch_private import scaled_mm
-from pipekernels.ops.dispatch import deny_tangents
-from pipekernels.ops.gemm_choice import (
-    FLOAT8,
-    choose,
+from pipekernels.ops.dispatch import define, deny_tangents
+from pipekernels.ops.weights.base import as_matrix
+from pipekernels.triton_kernels.config import (
+    TILES,
+    TRITON_REMEDY,
+    Config,
+    config_for,
     gpu_of,
-    library_takes_float8,
+    has_triton,
+    precision_of,
     tf32_allowed,
 )
-from pipekernels.triton_kernels.config import Config, precision_of
+from pipekernels.triton_kernels.layout import has_rows, layout_of
 
 ALGORITHMS = ("auto", "triton", "cublas")
+FLOAT8 = torch.float8_e4m3fn
 
 
 def sharded_gemm(
@@ -93,15 +98,10 @@ def sharded_gemm(
     scale_x, scale_weight = (
         scale if scale is None else scale.reshape(-1) for scale in (scale_x, scale_weight)
     )
-    product: Tensor = torch.ops.pipekernels.sharded_gemm(
+    product: Tensor = _operation(
         matrix, weight, bias, residual, scale_x, scale_weight, out_dtype, algorithm
     )
     return product.view(*x.shape[:-1], n)
-
-
-def as_matrix(x: Tensor) -> Tensor:
-    """``x`` ``[..., k]`` as ``[rows, k]``; ``k`` may be 0."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _check(
@@ -151,6 +151,52 @@ def _check(
             )
 
 
+# ---- the choice between Triton and the vendor's library ----
+
+
+def choose(
+    a: Tensor, b: Tensor, out: Tensor, residual: Tensor | None = None, *, algorithm: str = "auto"
+) -> Config | None:
+    """How the Triton kernel computes ``out = a @ b.T``; ``None`` to use the vendor's library.
+
+    Args:
+        a, b, out: matrices on a GPU.
+        residual: that is added.
+        algorithm: as for :func:`pipekernels.ops.sharded_gemm`.
+    """
+    if algorithm == "cublas" or 0 in (*a.shape, len(b)):
+        return None
+    if algorithm == "auto" and (a.dtype != FLOAT8 or library_takes_float8(a, b, out)):
+        return None
+    gpu, precision = gpu_of(a.device), precision_of(a.dtype, tf32_allowed())
+    if precision is None:
+        raise TypeError(
+            f"the Triton kernel multiplies bfloat16, float16, float32 and float8_e4m3fn, not "
+            f"{a.dtype}; use algorithm='auto'"
+        )
+    needed = (8, 9) if a.dtype == FLOAT8 else (8, 0)
+    if gpu.capability < needed:
+        raise RuntimeError(
+            f"{a.dtype} in Triton needs compute capability {needed[0]}.{needed[1]}, but {gpu.name} "
+            f"has {gpu.capability[0]}.{gpu.capability[1]}; use another dtype or algorithm='cublas'"
+        )
+    if not has_triton():
+        raise ImportError(f"algorithm='triton' needs {TRITON_REMEDY}")
+    # Only the configuration for unaligned operands reads and writes element by element.
+    is_aligned = has_rows(out) and (residual is None or has_rows(residual))
+    layout = layout_of(a, b) if is_aligned else None
+    if layout is None or (a.dtype == FLOAT8 and layout != "forward"):
+        return Config(TILES[gpu.generation, precision].unaligned)
+    return config_for(gpu.generation, precision, len(a), len(b), a.shape[1], gpu.sms)
+
+
+def library_takes_float8(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """cuBLAS needs multiples of 16 and dense rows; with per-row scales a bfloat16 result."""
+    (m, k), n = a.shape, b.shape[0]
+    sizes = m > 0 and n > 0 and k > 0 and k % 16 == 0 and n % 16 == 0
+    return sizes and layout_of(a, b) == "forward" and out.dtype == torch.bfloat16
+
+
 # ---- the product by Triton, and by the vendor's library ----
 
 
@@ -176,14 +222,11 @@ def _by_library(
     """Compute by the vendor's library; on CPUs by torch's."""
     if a.dtype == FLOAT8:
         _float8_product(out, a, b, scale_a, scale_b)
-        if bias is not None:
-            out += bias
-    elif bias is None:
-        torch.mm(a, b.t(), out=out)
     else:
-        torch.addmm(bias, a, b.t(), out=out)
-    if residual is not None:
-        out += residual
+        torch.mm(a, b.t(), out=out)
+    for term in (bias, residual):
+        if term is not None:
+            out += term
 
 
 def _float8_product(
@@ -238,20 +281,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
     # dX = dY W and dW = dY^T X, each as ``A B^T`` of views, by the same algorithm.
-    multiply, rest = torch.ops.pipekernels.sharded_gemm, (*[None] * 5, ctx.algorithm)
-    grad_x = multiply(grad, weight.t(), *rest) if needs_x else None
-    grad_weight = multiply(grad.t(), x.t(), *rest) if needs_weight else None
+    rest = (*[None] * 5, ctx.algorithm)
+    grad_x = _operation(grad, weight.t(), *rest) if needs_x else None
+    grad_weight = _operation(grad.t(), x.t(), *rest) if needs_weight else None
     grad_bias = grad.sum(0) if needs_bias else None
     return grad_x, grad_weight, grad_bias, grad if needs_residual else None, *[None] * 4
 
 
-_library = torch.library.Library("pipekernels", "FRAGMENT")
-_library.define(
+_operation = define(
     "sharded_gemm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? scale_x, "
-    "Tensor? scale_weight, ScalarType? out_dtype, str algorithm) -> Tensor"
-)
-_library.impl("sharded_gemm", _sharded_gemm, "CompositeExplicitAutograd")
-torch.library.register_fake("pipekernels::sharded_gemm", _sharded_gemm_fake, lib=_library)
-torch.library.register_autograd(
-    "pipekernels::sharded_gemm", _backward, setup_context=_setup, lib=_library
+    "Tensor? scale_weight, ScalarType? out_dtype, str algorithm) -> Tensor",
+    _sharded_gemm,
+    _sharded_gemm_fake,
+    backward=_backward,
+    setup=_setup,
 )

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels._arguments import check_kind, integer
-from pipekernels._torch_private import below_autograd, current_raw_stream, tensors_of
-from pipekernels.ops.dispatch import has_derivatives, is_observed
+from pipekernels._torch_private import current_raw_stream, tensors_of
+from pipekernels.ops.dispatch import define, has_derivatives, is_observed
 
 # The second argument of the operations: sizes of the microbatches to split into, or how many
 # tensors each microbatch to concatenate has.
@@ -93,42 +93,27 @@ class _Function(torch.autograd.Function):
 
 class _Operation:
     """A registered operation that bypasses the dispatcher where this would only forward the call:
-    for a kernel in Python that takes longer than a small copy."""
+    for a kernel in Python that takes longer than a small copy. Its arguments are tensors, a layout,
+    the dimension and the dtype."""
 
     def __init__(self, schema: str, split: bool, new: Callable[..., list[Tensor]]) -> None:
         self._split = split  # Otherwise it concatenates.
         self._new = new  # Makes the results, without values.
-        name = _library.define(schema)
-        for key, kernel in (
-            ("CPU", self._compute), ("CUDA", self._compute), ("Autograd", self._with_autograd)
-        ):  # fmt: skip
-            _library.impl(name, kernel, key)
-        torch.library.register_fake(f"pipekernels::{name}", new, lib=_library)
-        self._op: Callable[..., list[Tensor]] = getattr(torch.ops.pipekernels, name).default
+        self._op = define(schema, self._compute, new, apply=self._apply)
 
-    def __call__(
-        self, tensors: list[Tensor], layout: Layout, dim: int, dtype: torch.dtype | None
-    ) -> list[Tensor]:
+    def __call__(self, tensors: list[Tensor], *options: Any) -> list[Tensor]:
         if not is_observed() and _backend.load().are_plain(tensors):
-            return self.directly(tensors, layout, dim, dtype)
-        return self._op(tensors, layout, dim, dtype)
+            return self.directly(tensors, *options)
+        results: list[Tensor] = self._op(tensors, *options)
+        return results
 
-    def directly(
-        self, tensors: list[Tensor], layout: Layout, dim: int, dtype: torch.dtype | None
-    ) -> list[Tensor]:
+    def directly(self, tensors: list[Tensor], *options: Any) -> list[Tensor]:
         """Bypass the dispatcher: for plain tensors, and if :func:`is_observed` is false."""
-        if has_derivatives(tensors):
-            return list(_Function.apply(self._split, layout, dim, dtype, *tensors))
-        return self._compute(tensors, layout, dim, dtype)
+        run = self._apply if has_derivatives(tensors) else self._compute
+        return run(tensors, *options)
 
-    def _with_autograd(
-        self, tensors: list[Tensor], layout: Layout, dim: int, dtype: torch.dtype | None
-    ) -> list[Tensor]:
-        """The kernel of the Autograd key: records a node only if a derivative may be needed."""
-        if has_derivatives(tensors):
-            return list(_Function.apply(self._split, layout, dim, dtype, *tensors))
-        with below_autograd():
-            return self._op(tensors, layout, dim, dtype)
+    def _apply(self, tensors: list[Tensor], *options: Any) -> list[Tensor]:
+        return list(_Function.apply(self._split, *options, *tensors))
 
     def _compute(
         self, tensors: list[Tensor], layout: Layout, dim: int, dtype: torch.dtype | None
@@ -151,7 +136,6 @@ class _Operation:
         return results
 
 
-_library = torch.library.Library("pipekernels", "FRAGMENT")
 SPLIT = _Operation(
     "split_micro_batches(Tensor[] tensors, SymInt[] sizes, int dim, ScalarType? dtype) -> Tensor[]",
     True,

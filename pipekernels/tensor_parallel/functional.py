@@ -46,9 +46,9 @@ from pipekernels.ops.dispatch import (
     check_differentiated_once,
     has_derivatives,
 )
-from pipekernels.ops.gemm import as_matrix
 from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.ops.weights import DenseWeight, Weight
+from pipekernels.ops.weights.base import as_matrix
 
 __all__ = [
     "copy_to_holders",

@@ -1,4 +1,5 @@
-"""The configurations of the sharded GEMM, by generation of GPUs, precision and number of rows.
+"""The configurations of the sharded GEMM, by generation of GPUs, precision and number of rows; and
+what they are chosen by.
 
 Nothing here imports triton. Only a configuration's ``blocks`` are compile-time constants, so the
 kernel is compiled for the entries of the table below only. Tests check that every entry fits in
@@ -11,10 +12,14 @@ products run by themselves; there sums are promoted after every step, which wait
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import importlib.util
 from math import ceil
 from typing import NamedTuple
 
 import torch
+from torch.torch_version import TorchVersion
 
 # Of operands; "tfloat32" is float32 rounded to TF32.
 PRECISIONS = ["bfloat16", "float16", "tfloat32", "float32", "float8_e4m3fn"]
@@ -165,3 +170,50 @@ def config_for(generation: int, precision: str, m: int, n: int, k: int, sms: int
     steps = ceil(k / blocks.k)
     split_k = max(1, min(round(sms / ceil(n / blocks.n)), steps // LEAST_STEPS))
     return Config(blocks, split_k=ceil(steps / ceil(steps / split_k)))
+
+
+# ---- the machine ----
+
+OLDEST_TRITON = "3.6"
+TRITON_REMEDY = f"Triton {OLDEST_TRITON} or newer: pip install 'pipekernels[triton]'"
+
+
+class Gpu(NamedTuple):
+    """Properties of a GPU that the kernel depends on."""
+
+    name: str
+    capability: tuple[int, int]
+    generation: int
+    sms: int
+
+
+@functools.cache
+def _gpu(index: int) -> Gpu:
+    found = torch.cuda.get_device_properties(index)
+    capability = found.major, found.minor
+    return Gpu(found.name, capability, generation(capability), found.multi_processor_count)
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """Properties of a CUDA device's GPU."""
+    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether a Triton that is new enough is installed, without importing it."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # A nightly build has another name.
+        return True
+    return TorchVersion(version) >= OLDEST_TRITON
+
+
+def tf32_allowed() -> bool:
+    """Whether torch may round float32 operands of matrix products to TF32."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # torch >= 2.9, where allow_tf32 may raise.
+        return bool(matmul.fp32_precision == "tf32")
+    return bool(matmul.allow_tf32)

@@ -15,9 +15,18 @@ from support.reference import gamma
 from torch import Tensor
 from torch.nn import functional
 
-from pipekernels.ops import gemm_choice, sharded_gemm
-from pipekernels.ops.gemm_choice import choose, gpu_of, tf32_allowed
-from pipekernels.triton_kernels.config import PRECISIONS, TILES, Config, Tiles, generation
+from pipekernels.ops import sharded_gemm
+from pipekernels.triton_kernels.config import (
+    PRECISIONS,
+    TILES,
+    Config,
+    Gpu,
+    Tiles,
+    generation,
+    gpu_of,
+    has_triton,
+    tf32_allowed,
+)
 from pipekernels.triton_kernels.layout import layout_of
 
 module = importlib.import_module("pipekernels.ops.gemm")
@@ -78,10 +87,9 @@ def pretend_gpu(
     name: str = "NVIDIA H200",
 ) -> None:
     """Let the choice of an algorithm see a GPU."""
-    fake = gemm_choice.Gpu(name, capability, generation(capability), 132)
-    for user in (gemm_choice, module):
-        monkeypatch.setattr(user, "gpu_of", lambda device: fake)
-    monkeypatch.setattr(gemm_choice, "has_triton", lambda: True)
+    fake = Gpu(name, capability, generation(capability), 132)
+    monkeypatch.setattr(module, "gpu_of", lambda device: fake)
+    monkeypatch.setattr(module, "has_triton", lambda: True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -189,7 +197,7 @@ def choice(
     algorithm: str, dtype: torch.dtype = torch.bfloat16, m: int = 64, k: int = 64
 ) -> Config | None:
     a, b, out = (torch.empty(size, dtype=dtype) for size in ((m, k), (64, k), (m, 64)))
-    return choose(a, b, out, algorithm=algorithm)
+    return module.choose(a, b, out, algorithm=algorithm)
 
 
 def test_triton_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +213,11 @@ def test_triton_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_raises(RuntimeError, "needs compute capability 8.9", choice, "triton", FLOAT8)
     pretend_gpu(monkeypatch)
     a = torch.empty(64, 64).to(FLOAT8)
-    assert choose(a, a[:60], torch.empty(64, 60)) is not None  # The library does not support it.
-    assert choose(a, a, torch.empty(64, 64, dtype=torch.bfloat16)) is None
-    monkeypatch.setattr(gemm_choice, "has_triton", lambda: False)
+    assert (
+        module.choose(a, a[:60], torch.empty(64, 60)) is not None
+    )  # The library does not support it.
+    assert module.choose(a, a, torch.empty(64, 64, dtype=torch.bfloat16)) is None
+    monkeypatch.setattr(module, "has_triton", lambda: False)
     with pytest.raises(ImportError, match=r"3.6 or newer: pip install 'pipekernels\[triton\]'"):
         choice("triton")
 
@@ -221,7 +231,7 @@ def test_an_old_triton_is_not_used(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: version)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    assert gemm_choice.has_triton.__wrapped__() == serves
+    assert has_triton.__wrapped__() == serves
 
 
 def gpu_products() -> list[tuple[str, str, str]]:

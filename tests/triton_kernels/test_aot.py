@@ -20,8 +20,7 @@ from support.kernels import aot
 from support.kernels.operands import LAYOUTS
 from support.levels import in_gate
 
-from pipekernels.ops.gemm_choice import OLDEST_TRITON
-from pipekernels.triton_kernels.config import TILES
+from pipekernels.triton_kernels.config import OLDEST_TRITON, TILES
 
 pytestmark = [pytest.mark.compile]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
 
 import torch
 from torch import Tensor
 
 from pipekernels.comm import Communicator
 from pipekernels.comm.collectives import sum_of_outputs
-from pipekernels.ops.gemm import as_matrix
 
 FEW_ROWS = 4
 """Rows up to which reading the weight takes the most time: the most that the kernels take."""
@@ -87,6 +87,11 @@ class Weight(abc.ABC):
         out = comm.output((*x.shape[:-1], self.columns), x)
         self.product_into(as_matrix(out), as_matrix(x))
         return comm.reduce_scatter(out) if scatter else sum_of_outputs(comm, out)
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """``x`` ``[..., k]`` as ``[rows, k]``; ``k`` may be 0."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 @functools.cache

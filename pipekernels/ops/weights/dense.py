@@ -19,8 +19,10 @@ class DenseWeight(Weight):
     does not depend on the other rows.
     """
 
+    scale = zero = None
+
     def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor, tensor.shape[-2])
+        self.tensor, self.columns = tensor, tensor.shape[-2]
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight = self.tensor

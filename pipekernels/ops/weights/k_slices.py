@@ -21,9 +21,14 @@ from torch.nn import functional
 from pipekernels import _backend
 from pipekernels.device.autocast import exactly
 from pipekernels.ops.dispatch import is_observed
-from pipekernels.ops.gemm_choice import gpu_of, has_triton, tf32_allowed
 from pipekernels.ops.weights.base import FEW_ROWS
-from pipekernels.triton_kernels.config import SLAB_BLOCKS, precision_of
+from pipekernels.triton_kernels.config import (
+    SLAB_BLOCKS,
+    gpu_of,
+    has_triton,
+    precision_of,
+    tf32_allowed,
+)
 
 
 class SlicedWeight:

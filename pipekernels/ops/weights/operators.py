@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels._torch_private import reference_to, tensors_of
 from pipekernels.comm import Communicator
+from pipekernels.ops.dispatch import define
 from pipekernels.ops.weights.base import Weight
 from pipekernels.ops.weights.dense import DenseWeight
 from pipekernels.ops.weights.integers import IntegerWeight
@@ -66,9 +66,6 @@ def _row_linear_fake(x: Tensor, *others: Any) -> Tensor:
     return x.new_empty(shape)
 
 
-_library = torch.library.Library("pipekernels", "FRAGMENT")
-
-
 def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
     """Define an operator. The extension's kernel calls ``kernel`` for what it does not take."""
 
@@ -77,11 +74,8 @@ def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tens
         values = [a if isinstance(a, int | None) else tensors_of([a])[0] for a in arguments]
         return reference_to(kernel(*values))
 
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"pipekernels::{name}", fake, lib=_library)
-    _backend.python_kernels[name] = call
+    define(schema, kernel, fake)
+    _backend.python_kernels[schema.partition("(")[0]] = call
 
 
 _WEIGHT = "Tensor x, Tensor weight, Tensor? scale, Tensor? zero"

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipekernels.comm import Communicator
 from pipekernels.device.autocast import as_autocast, exactly
 from pipekernels.ops.dispatch import check_differentiated_once
-from pipekernels.ops.gemm import as_matrix
+from pipekernels.ops.weights.base import as_matrix
 from pipekernels.ops.weights.k_slices import (
     SlicedWeight,
     k_slice_gemm,

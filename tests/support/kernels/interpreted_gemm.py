@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipekernels.ops.gemm_choice import Gpu
 from pipekernels.triton_kernels import launch as launching
-from pipekernels.triton_kernels.config import Blocks, Config
+from pipekernels.triton_kernels.config import Blocks, Config, Gpu
 from pipekernels.triton_kernels.launch import Product, launch
 from support.kernels.interpreter import skip_unless_it_works
 from support.kernels.operands import LAYOUTS, operands
