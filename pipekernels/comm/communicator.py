@@ -326,8 +326,14 @@ class Communicator(Collectives):
     def __repr__(self) -> str:
         return f"Communicator(rank={self._rank}, world_size={self._world_size})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # A copy of a layer, or of a model, shares it.
+
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Communicator cannot be pickled or copied: it belongs to its process")
+        raise TypeError(
+            "a Communicator cannot be pickled, because it belongs to this process; of a sharded "
+            "layer or model, save state_dict() (this rank's part) or full_state_dict() (the whole)"
+        )
 
 
 def _load() -> Any:

@@ -187,11 +187,6 @@ class ShardedLinear(LinearLayer):
                 f"convert one of them with .to(...), or use torch.autocast"
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        clone = super().__deepcopy__(memo)
-        clone._gradients_are_checked = False  # Copied parameters have lost their hooks.
-        return clone
-
 
 def forward_row(layer: Any, x: Tensor) -> Any:
     """The forward of row-parallel layers, whatever the format of their weight."""
@@ -324,6 +319,7 @@ class RowParallelLinear(ShardedLinear):
         check_heads(heads, comm.world_size)
         if invariant:
             check_invariant_row(in_features, comm, reduce, bias=bias, heads=heads)
+        [(_, self._features)] = self.spans("weight")
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce
 
@@ -333,7 +329,7 @@ class RowParallelLinear(ShardedLinear):
 
     def _own_features(self) -> int:
         """Input features of this rank."""
-        return self.weight.shape[0 if self.is_transposed else 1]
+        return self._features
 
     def _check_gradients(self, _: Tensor) -> None:
         if not self._gradients_are_checked:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -175,23 +174,6 @@ class ShardedLayer(nn.Module):
             if isinstance(value, Tensor) and tuple(value.shape) == self.full_shape(name):
                 state_dict[prefix + name] = self.shard(name, value)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self.comm)] = self.comm  # The copy shares the communicator.
-        clone = memo[id(self)] = type(self).__new__(type(self))
-        clone.__dict__.update(copy.deepcopy(super().__getstate__(), memo))
-        return clone
-
-    def __copy__(self) -> Any:
-        clone = type(self).__new__(type(self))
-        clone.__dict__.update(super().__getstate__())
-        return clone
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} cannot be pickled, because its communicator belongs to this "
-            "process; save state_dict() (this rank's part) or full_state_dict() (the whole layer)"
-        )
 
 
 ShardKey: TypeAlias = tuple[ShardedLayer, str]  # A parameter's layer, and its name there.
