@@ -18,7 +18,7 @@ from pipekernels.tensor_parallel.functional import (
 )
 from pipekernels.tensor_parallel.linear import RowParallelLinear
 from pipekernels.tensor_parallel.partial_gradients import mark_column_output
-from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
+from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 _STATE = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
 
@@ -67,7 +67,7 @@ class ParallelMultiheadAttention(ShardedLayer):
         if is_hooked(attention) or not names <= set(_STATE):
             raise TypeError(f"attention has hooks or parametrizations; {REMEDY}")
         heads = (attention.num_heads, attention.num_heads)
-        super().__init__(Sharding(comm, (attention.embed_dim,) * 3, heads))
+        super().__init__(comm, (attention.embed_dim,) * 3, heads)
         self.embed_dim = attention.embed_dim
         self.head_dim = attention.head_dim
         self._spans = shard_spans(attention.num_heads, comm.world_size, heads)  # Of heads.
@@ -78,10 +78,6 @@ class ParallelMultiheadAttention(ShardedLayer):
         self._adopt({name: getattr(attention, name) for name in self.parameter_names})
         self.out_proj = RowParallelLinear.from_linear(attention.out_proj, comm, heads=heads)
         self.train(attention.training)
-
-    def full_shape(self, name: str) -> tuple[int, ...]:
-        size = self.embed_dim
-        return (3 * size,) if name == "in_proj_bias" else (3 * size, size)
 
     def to_full(self) -> nn.Module:
         full = nn.MultiheadAttention(

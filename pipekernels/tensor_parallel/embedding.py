@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipekernels.comm import Communicator
-from pipekernels.device.streams import usable
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, is_embedding
 from pipekernels.tensor_parallel.functional import own_indices, reduce_from_ranks
 from pipekernels.tensor_parallel.invariant.arithmetic import check_invariant_column
-from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
+from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 
 class VocabParallelEmbedding(ShardedLayer):
@@ -61,8 +60,7 @@ class VocabParallelEmbedding(ShardedLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         sizes = num_embeddings, embedding_dim, padding_idx
-        home = None if device is None else usable(device)
-        self._shard(nn.Embedding(*sizes, device=home, dtype=dtype), comm, invariant)
+        self._shard(nn.Embedding(*sizes, device=device, dtype=dtype), comm, invariant)
 
     @classmethod
     def from_embedding(
@@ -94,7 +92,7 @@ class VocabParallelEmbedding(ShardedLayer):
         return layer.train(embedding.training)
 
     def _shard(self, full: nn.Embedding, comm: Communicator, invariant: bool) -> None:
-        super().__init__(Sharding(comm, invariant=invariant))
+        super().__init__(comm, invariant=invariant)
         if invariant:
             check_invariant_column([full.num_embeddings], comm)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -118,9 +116,6 @@ class VocabParallelEmbedding(ShardedLayer):
         template._parameters = {"weight": None}
         self._template = (template,)
         self._adopt({"weight": full.weight})
-
-    def full_shape(self, name: str) -> tuple[int, ...]:
-        return self.num_embeddings, self.embedding_dim
 
     def to_full(self) -> nn.Module:
         """The full layer, gathered: the inverse of :meth:`from_embedding`. A collective."""

@@ -37,7 +37,7 @@ from pipekernels.tensor_parallel.functional import (
     reduce_from_ranks,
     shard_spans,
 )
-from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
+from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 
 class ParallelExperts(ShardedLayer):
@@ -64,7 +64,7 @@ class ParallelExperts(ShardedLayer):
     parameter_names: ClassVar[tuple[str, ...]] = ("down_proj",)
 
     def __init__(self, experts: Any, comm: Communicator, *, expert_parallel: bool = False) -> None:
-        super().__init__(Sharding(comm))
+        super().__init__(comm)
         if is_hooked(experts):
             raise TypeError(f"the experts have hooks, which would be lost; {REMEDY}")
         full = {name: p for name, p in experts._parameters.items() if p is not None}
@@ -98,9 +98,6 @@ class ParallelExperts(ShardedLayer):
         first, second = (2, 1) if self.is_transposed else (1, 2)
         dims = {self.first: first, f"{self.first}_bias": 1, "down_proj": second}
         return {name: dim for name, dim in dims.items() if name in self._full_shapes}
-
-    def full_shape(self, name: str) -> tuple[int, ...]:
-        return self._full_shapes[name]
 
     def _layout(self, name: str) -> tuple[Sequence[int], Heads | None]:
         size = self.full_shape(name)[self.shard_dims[name]]

@@ -46,7 +46,6 @@ from pipekernels.ops.dispatch import (
     check_differentiated_once,
     has_derivatives,
 )
-from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.ops.weights import DenseWeight, Weight
 from pipekernels.ops.weights.base import as_matrix
 
@@ -75,7 +74,7 @@ def shard_sizes(size: int, world_size: int) -> list[int]:
             f"cannot shard {size} features over {world_size} ranks: every rank needs at least one; "
             f"use a communicator of at most {size} ranks"
         )
-    return micro_batch_sizes(size, world_size)
+    return [size // world_size + (rank < size % world_size) for rank in range(world_size)]
 
 
 def shard_spans(size: int, world_size: int, heads: Heads | None = None) -> list[tuple[int, int]]:
@@ -206,9 +205,7 @@ def summed_linear(x: Tensor, weight: Weight, comm: Communicator, scatter: bool) 
     if scatter:
         check_rows(x, comm.world_size, dims=2)
     if has_derivatives((x, weight.tensor)):
-        operands = as_autocast((x, weight.trained()))
-        result: Tensor = _RowLinear.apply(*operands, comm, scatter)
-        return result
+        return row_product(x, weight.trained(), comm, scatter, _dense_row, _dense_product)
     return weight.row_linear(x, comm, scatter)
 
 
@@ -255,12 +252,31 @@ def _sum_of_holders(grad: Tensor, comm: Communicator, shards: Sequence[int]) -> 
     return all_reduce(all_shards, comm)[own].clone()
 
 
+def row_product(
+    x: Tensor,
+    weight: Tensor,
+    comm: Communicator,
+    scatter: bool,
+    forward: Callable[[Tensor, Tensor, Communicator, bool], Tensor],
+    multiply: Callable[[Tensor, Tensor, Communicator], Tensor],
+) -> Tensor:
+    """:func:`row_linear` as a node of autograd: ``forward`` computes it, and ``multiply``
+    ``a @ b.T`` for the gradients, where rows of ``b`` are sharded features."""
+    operands = as_autocast((x, weight))
+    result: Tensor = _RowLinear.apply(*operands, comm, scatter, forward, multiply)
+    return result
+
+
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, scatter: bool, *rules: Any
+    ) -> Tensor:
+        forward, ctx.multiply = rules
         ctx.comm, ctx.scatter = comm, scatter
         ctx.save_for_backward(x, weight)
-        return DenseWeight(weight).row_linear(x, comm, scatter)
+        result: Tensor = forward(x, weight, comm, scatter)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -271,10 +287,18 @@ class _RowLinear(torch.autograd.Function):
         rows = as_matrix(grad)  # [N, M]
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = functional.linear(rows, weight.t()).view(x.shape)
+            grad_x = ctx.multiply(rows, weight.t(), ctx.comm).view(x.shape)
         if ctx.needs_input_grad[1]:
-            grad_weight = functional.linear(rows.t(), as_matrix(x).t())
-        return grad_x, grad_weight, None, None
+            grad_weight = ctx.multiply(rows.t(), as_matrix(x).t(), ctx.comm)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _dense_row(x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) -> Tensor:
+    return DenseWeight(weight).row_linear(x, comm, scatter)
+
+
+def _dense_product(a: Tensor, b: Tensor, comm: Communicator) -> Tensor:
+    return functional.linear(a, b)
 
 
 def _own_slice(x: Tensor, comm: Communicator, sizes: Sequence[int]) -> Tensor:

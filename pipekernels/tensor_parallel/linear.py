@@ -38,7 +38,6 @@ from torch.nn.parameter import is_lazy
 
 from pipekernels._torch_private import active_ddp, dispatch_mode_count
 from pipekernels.comm import Communicator
-from pipekernels.device.streams import usable
 from pipekernels.ops.weights import DenseWeight, Weight
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import (
@@ -65,7 +64,7 @@ from pipekernels.tensor_parallel.invariant.arithmetic import (
     invariant_row_linear,
 )
 from pipekernels.tensor_parallel.partial_gradients import check_gradients, mark_column_output
-from pipekernels.tensor_parallel.sharded import ShardedLayer, Sharding
+from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 
 class LinearLayer(ShardedLayer):
@@ -105,8 +104,8 @@ class ShardedLinear(LinearLayer):
 
     weight: nn.Parameter
 
-    def __init__(self, full: nn.Linear, sharding: Sharding, *, skip_bias_add: bool) -> None:
-        super().__init__(sharding)
+    def __init__(self, full: nn.Linear, skip_bias_add: bool, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.in_features = full.in_features
         self.out_features = full.out_features
         self.skip_bias_add = skip_bias_add
@@ -188,29 +187,30 @@ class ShardedLinear(LinearLayer):
             )
 
 
-def forward_row(layer: Any, x: Tensor) -> Any:
-    """The forward of row-parallel layers, whatever the format of their weight."""
-    compiling, comm = torch.compiler.is_compiling(), layer.comm
+def forward_row(self: Any, x: Tensor) -> Any:
+    """Apply the layer to ``x``: see the class for the shapes. The format of the weight does not
+    matter."""
+    compiling, comm = torch.compiler.is_compiling(), self.comm
     if not compiling and active_ddp() is not None:
         check_data_parallel(comm)
-    weight, bias = layer._operands()
-    is_parallel, scatter = layer.input_is_parallel, layer.reduce == "reduce_scatter"
-    features = layer._own_features() if is_parallel else layer.in_features
-    layer._check_input(x, weight.tensor, features)
+    weight, bias = self._operands()
+    is_parallel, scatter = self.input_is_parallel, self.reduce == "reduce_scatter"
+    features = self._own_features() if is_parallel else self.in_features
+    self._check_input(x, weight.tensor, features)
     if not is_parallel:
         x = scatter_to_ranks(x, comm)
-    elif x.requires_grad and not (compiling or layer._gradients_are_checked):
-        x.register_hook(layer._check_gradients)
+    elif x.requires_grad and not (compiling or self._gradients_are_checked):
+        x.register_hook(self._check_gradients)
     y: Tensor
-    if layer.reduce == "none":
+    if self.reduce == "none":
         y = column_linear(x, weight, None, None)
-    elif layer.invariant:
+    elif self.invariant:
         y = invariant_row_linear(x, weight.tensor, comm, scatter=scatter)
     else:
         y = summed_linear(x, weight, comm, scatter)
     if bias is not None and scatter:
         bias = copy_to_ranks(bias, comm)  # Its gradient is that of all rows.
-    if layer.skip_bias_add:
+    if self.skip_bias_add:
         return y, bias
     if bias is None:
         return y
@@ -220,33 +220,34 @@ def forward_row(layer: Any, x: Tensor) -> Any:
     return (y + bias).to(y.dtype)
 
 
-def forward_column(layer: Any, x: Tensor) -> Any:
-    """The forward of column-parallel layers, whatever the format of their weight."""
-    compiling, comm = torch.compiler.is_compiling(), layer.comm
+def forward_column(self: Any, x: Tensor) -> Any:
+    """Apply the layer to ``x``: see the class for the shapes. The format of the weight does not
+    matter."""
+    compiling, comm = torch.compiler.is_compiling(), self.comm
     if not compiling and active_ddp() is not None:
         check_data_parallel(comm)
-    weight, bias = layer._operands()
-    layer._check_input(x, weight.tensor, layer.in_features)
+    weight, bias = self._operands()
+    self._check_input(x, weight.tensor, self.in_features)
     # Ranks that hold the same heads sum the gradients of their shard.
-    if layer.is_shared:
-        weight.tensor = copy_to_holders(weight.tensor, comm, layer.shards)
+    if self.is_shared:
+        weight.tensor = copy_to_holders(weight.tensor, comm, self.shards)
         if bias is not None:
-            bias = copy_to_holders(bias, comm, layer.shards)
-    added = None if layer.skip_bias_add else bias
+            bias = copy_to_holders(bias, comm, self.shards)
+    added = None if self.skip_bias_add else bias
     y: Tensor
-    if layer.invariant:
-        y = invariant_column_linear(x, weight.tensor, added, comm, layer._own_blocks)
+    if self.invariant:
+        y = invariant_column_linear(x, weight.tensor, added, comm, self._own_blocks)
     else:
         y = column_linear(x, weight, added, comm)
-    if layer.gather_output:
-        y = gather_from_ranks(y, comm, layer.out_features)
+    if self.gather_output:
+        y = gather_from_ranks(y, comm, self.out_features)
     # A row-parallel layer checks gradients up to here.
     if y.requires_grad and not compiling:
         mark_column_output(y, bias)
-    if not layer.skip_bias_add:
+    if not self.skip_bias_add:
         return y
-    if layer.gather_output and bias is not None:
-        bias = gather_from_ranks(bias, comm, layer.out_features)
+    if self.gather_output and bias is not None:
+        bias = gather_from_ranks(bias, comm, self.out_features)
     return y, bias
 
 
@@ -312,10 +313,8 @@ class RowParallelLinear(ShardedLinear):
             )
         if heads is not None and not input_is_parallel:
             raise ValueError(f"heads={heads} goes with input_is_parallel=True only")
-        home = None if device is None else usable(device)
-        full = nn.Linear(in_features, out_features, bias, home, dtype)
-        sharding = Sharding(comm, heads=heads, invariant=invariant)
-        super().__init__(full, sharding, skip_bias_add=skip_bias_add)
+        full = nn.Linear(in_features, out_features, bias, device, dtype)
+        super().__init__(full, skip_bias_add, comm, heads=heads, invariant=invariant)
         check_heads(heads, comm.world_size)
         if invariant:
             check_invariant_row(in_features, comm, reduce, bias=bias, heads=heads)
@@ -323,9 +322,7 @@ class RowParallelLinear(ShardedLinear):
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce
 
-    def forward(self, x: Tensor) -> Any:
-        """Apply the layer to ``x``: see the class for the shapes."""
-        return forward_row(self, x)
+    forward = forward_row
 
     def _own_features(self) -> int:
         """Input features of this rank."""
@@ -394,19 +391,15 @@ class ColumnParallelLinear(ShardedLinear):
             )
         if heads is not None and gather_output:
             raise ValueError(f"heads={heads} goes with gather_output=False only")
-        home = None if device is None else usable(device)
-        full = nn.Linear(in_features, out_features, bias, home, dtype)
-        sharding = Sharding(comm, blocks or (), heads, invariant)
-        super().__init__(full, sharding, skip_bias_add=skip_bias_add)
+        full = nn.Linear(in_features, out_features, bias, device, dtype)
+        super().__init__(full, skip_bias_add, comm, blocks or (), heads, invariant)
         if invariant:
             check_invariant_column(blocks or [out_features], comm, heads=heads)
         self.gather_output = gather_output
         self.is_shared = len(set(self.shards)) < comm.world_size
         self._own_blocks = [size for _, size in self.spans("weight")]
 
-    def forward(self, x: Tensor) -> Any:
-        """Apply the layer to ``x``: see the class for the shapes."""
-        return forward_column(self, x)
+    forward = forward_column
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather_output={self.gather_output}"

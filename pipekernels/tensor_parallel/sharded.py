@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,14 @@ from pipekernels.tensor_parallel.full_layer import REMEDY
 from pipekernels.tensor_parallel.functional import Heads, gather_from_ranks, shard_spans, shares
 
 
-class Sharding(NamedTuple):
-    """How the parameters of a layer are sharded."""
-
-    comm: Communicator
-    blocks: Sequence[int] = ()  # Sizes of the layers that are fused, each sharded by itself.
-    heads: Heads | None = None  # Which stay whole: :func:`shard_spans`.
-    invariant: bool = False  # The same bits on 1, 2, 4 and 8 ranks.
-
-
 class ShardedLayer(nn.Module):
     """Shards the parameters of a full layer and gathers them.
 
     Attributes:
-        comm, blocks, heads, invariant: see :class:`Sharding`.
+        comm: whose ranks hold the layer.
+        blocks: sizes of the layers that are fused, each sharded by itself.
+        heads: which stay whole (:func:`shard_spans`).
+        invariant: the same bits on 1, 2, 4 and 8 ranks.
         rank, world_size: of the communicator.
         shards: for each rank, the number of its shard; several ranks may hold the same.
         name: of the layer in its model, for errors.
@@ -39,9 +33,14 @@ class ShardedLayer(nn.Module):
     shard_dims: ClassVar[dict[str, int]]
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
-    def __init__(self, sharding: Sharding) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        blocks: Sequence[int] = (),
+        heads: Heads | None = None,
+        invariant: bool = False,
+    ) -> None:
         super().__init__()
-        comm, blocks, heads, invariant = sharding
         if not isinstance(comm, Communicator):
             raise TypeError(
                 f"comm must be a pipekernels.Communicator, got {type(comm).__name__}; make one "
@@ -58,10 +57,11 @@ class ShardedLayer(nn.Module):
             spans = shard_spans(heads[0], comm.world_size, heads)
             self.shards = list(map(sorted(set(spans)).index, spans))
         self.invariant = invariant
+        self._full_shapes: dict[str, tuple[int, ...]] = {}  # By names of parameters.
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The shape that the parameter ``name`` of the full layer has."""
-        raise NotImplementedError
+        return self._full_shapes[name]
 
     def to_full(self) -> nn.Module:
         """The full layer, gathered. A collective; TypeError as for :meth:`full_state_dict`."""
@@ -157,6 +157,7 @@ class ShardedLayer(nn.Module):
         """Take this rank's shards of the parameters of a full layer."""
         for name, parameter in full.items():
             if parameter is not None:
+                self._full_shapes[name] = tuple(parameter.shape)
                 shard = self.shard(name, parameter.detach())
                 parameter = nn.Parameter(shard, requires_grad=parameter.requires_grad)
             self.register_parameter(name, parameter)

@@ -11,7 +11,6 @@ from torch import Tensor
 from pipekernels.comm import Communicator
 from pipekernels.device.autocast import as_autocast, exactly
 from pipekernels.ops.dispatch import check_differentiated_once
-from pipekernels.ops.weights.base import as_matrix
 from pipekernels.ops.weights.k_slices import (
     SlicedWeight,
     k_slice_gemm,
@@ -20,7 +19,7 @@ from pipekernels.ops.weights.k_slices import (
     tree_sum,
 )
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor
-from pipekernels.tensor_parallel.functional import Heads
+from pipekernels.tensor_parallel.functional import Heads, row_product
 from pipekernels.tensor_parallel.invariant.slabs import (
     SLABS,
     check_eager,
@@ -28,8 +27,6 @@ from pipekernels.tensor_parallel.invariant.slabs import (
     slabs_of,
     sum_of_ranks,
 )
-
-_LAYERS = "an invariant layer"  # For errors.
 
 
 class ShardGradient(NamedTuple):
@@ -77,9 +74,7 @@ def invariant_row_linear(
     """:func:`pipekernels.tensor_parallel.functional.row_linear`, summed over slabs. RuntimeError
     under ``torch.compile``, or ``torch.func``'s transforms."""
     check_eager()
-    x, weight = as_autocast([x, weight])
-    result: Tensor = _RowLinear.apply(x, weight, comm, scatter)
-    return result
+    return row_product(x, weight, comm, scatter, _sliced_row, _product_by_slabs)
 
 
 def invariant_column_linear(
@@ -120,33 +115,17 @@ def _norms_of(shard: ShardGradient, norm_type: float, comm: Communicator) -> Ten
     return torch.stack([norm(torch.stack(norms)) for norms in of_blocks])
 
 
-class _RowLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) -> Tensor:
-        ctx.comm, ctx.scatter = comm, scatter
-        ctx.save_for_backward(x, weight)
-        # Of any strides, the library might choose its kernel by them.
-        x = x.contiguous()
-        partial = SlicedWeight(weight).partial_product(x, SLABS // comm.world_size)
-        return sum_of_ranks(partial, comm, scatter=scatter).to(x.dtype)
+def _sliced_row(x: Tensor, weight: Tensor, comm: Communicator, scatter: bool) -> Tensor:
+    # Of any strides, the library might choose its kernel by them.
+    partial = SlicedWeight(weight).partial_product(x.contiguous(), SLABS // comm.world_size)
+    return sum_of_ranks(partial, comm, scatter=scatter).to(x.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        check_differentiated_once(_LAYERS)
-        x, weight = ctx.saved_tensors
-        if ctx.scatter:
-            grad = ctx.comm.all_gather(grad)
-        # The sharded features are rows of both products: each slab of them is a product by itself.
-        rows = as_matrix(grad)  # [N, M]
-        flat = as_matrix(x)  # [N, K / R]
-        [slabs] = slabs_of([x.shape[-1]], ctx.comm.world_size)
-        grad_x = grad_weight = None
-        with exactly(x):
-            if ctx.needs_input_grad[0]:
-                grad_x = product_by_rows(rows, weight.t(), slabs).view(x.shape)
-            if ctx.needs_input_grad[1]:
-                grad_weight = product_by_rows(rows.t(), flat.t(), slabs)
-        return grad_x, grad_weight, None, None
+
+def _product_by_slabs(a: Tensor, b: Tensor, comm: Communicator) -> Tensor:
+    # The sharded features are rows of ``b``: each slab of them is a product by itself.
+    [slabs] = slabs_of([len(b)], comm.world_size)
+    with exactly(a):
+        return product_by_rows(a, b, slabs)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -166,7 +145,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        check_differentiated_once(_LAYERS)
+        check_differentiated_once("an invariant layer")
         x, weight = ctx.saved_tensors
         rows, flat = grad.reshape(-1, weight.shape[0]), x.reshape(-1, x.shape[-1])
         # The gradient of x is a sum over the sharded features, slab by slab over all fused layers.
