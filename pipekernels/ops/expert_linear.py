@@ -18,8 +18,7 @@ FEW_ROWS = 4
 
 
 def expert_linear(x: Tensor, weights: Weight, bias: Tensor | None, rows: Tensor) -> Tensor:
-    """Multiply each group of rows by its expert's matrix: on a GPU in one launch where torch has
-    ``grouped_mm`` for the operands, else expert by expert.
+    """Multiply each group of rows by its expert's matrix.
 
     Args:
         x: ``[sum(rows), k]``, sorted by experts.
@@ -33,8 +32,6 @@ def expert_linear(x: Tensor, weights: Weight, bias: Tensor | None, rows: Tensor)
     Raises:
         RuntimeError: a gradient is asked for, which the format of ``weights`` does not have.
     """
-    if weights.scale is None and x.is_cuda and takes_groups(x, weights.tensor):
-        return grouped_linear(x, weights.tensor, bias, rows)
     if isinstance(weights, IntegerWeight):
         if has_derivatives((x,)):
             weights.trained()  # Raises.
@@ -48,26 +45,6 @@ def expert_linear(x: Tensor, weights: Weight, bias: Tensor | None, rows: Tensor)
             [functional.linear(*part) for part in parts if len(part[0])]
             or [functional.linear(*parts[0])]
         )
-
-
-def takes_groups(x: Tensor, weight: Tensor) -> bool:
-    """Whether this torch has ``grouped_mm`` and it multiplies these: rows and columns of bfloat16
-    that begin at multiples of 16 bytes."""
-    n, k = weight.shape[1:]
-    return (
-        hasattr(functional, "grouped_mm")
-        and x.dtype == weight.dtype == torch.bfloat16
-        and n % 8 == k % 8 == 0
-        and len(x) > 0
-    )
-
-
-def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
-    """:func:`expert_linear` by ``grouped_mm``, which reads the groups' sizes on the device, so that
-    the host does not wait for them. No GPU has run it yet."""
-    multiply: Any = functional.grouped_mm
-    y: Tensor = multiply(x, weight.transpose(1, 2), offs=rows.cumsum(0, dtype=torch.int32))
-    return y if bias is None else y + bias.repeat_interleave(rows, 0, output_size=len(x))
 
 
 def few_rows_expert_linear(

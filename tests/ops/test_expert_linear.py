@@ -1,5 +1,4 @@
-"""Products of groups of rows by ``grouped_mm``, which also runs on CPUs, against the loop over the
-experts."""
+"""Products of groups of rows, each with the matrix of its expert."""
 
 from typing import Any
 
@@ -7,17 +6,11 @@ import pytest
 import torch
 from support.reference import gamma
 from torch import Tensor
-from torch.nn import functional
 
-from pipekernels.ops.expert_linear import expert_linear, grouped_linear, takes_groups
+from pipekernels.ops.expert_linear import expert_linear
 from pipekernels.ops.weights import DenseWeight
 
-has_grouped_mm = pytest.mark.skipif(
-    not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm"
-)
 
-
-@has_grouped_mm
 @pytest.mark.parametrize("counts", [(3, 0, 70, 1), (0, 0, 13), (5,)])
 @pytest.mark.parametrize("is_biased", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
@@ -29,7 +22,6 @@ def test_values_and_gradients(counts: tuple[int, ...], is_biased: bool, transpos
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
     operands = [x, weight] + [torch.randn(len(counts), n)] * is_biased
     operands, grad = [t.bfloat16() for t in operands], torch.randn(sum(counts), n).bfloat16()
-    assert takes_groups(*operands[:2])
 
     def results(product: Any, cast: torch.dtype, magnitudes: bool = False) -> list[Tensor]:
         *leaves, dy = (t.to(cast) for t in (*operands, grad))
@@ -39,12 +31,10 @@ def test_values_and_gradients(counts: tuple[int, ...], is_biased: bool, transpos
         y = product(*leaves, *([] if is_biased else [None]), rows)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
-    found = results(grouped_linear, torch.bfloat16)
-
     def by_experts(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
         return expert_linear(x, DenseWeight(weight), bias, rows)
 
-    exact = results(by_experts, torch.float64)
+    found, exact = (results(by_experts, dtype) for dtype in (torch.bfloat16, torch.float64))
     sizes = results(by_experts, torch.float64, magnitudes=True)
     unit = torch.finfo(torch.bfloat16).eps / 2
     # The product and its sum with a bias are rounded; a bias's gradient is summed in bfloat16.
