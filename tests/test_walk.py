@@ -41,7 +41,6 @@ BOUNDS = {
         "files of a step": 13,
     },
 }
-BELOW = ("pipekernels/comm/", "pipekernels/device/", "pipekernels/ops/")
 ROOT = f"{Path(__file__).parents[1]}/"
 # Their frames depend on Python's version.
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
@@ -120,10 +119,10 @@ def test_a_row_parallel_layer_is_a_short_walk() -> None:
     x = torch.randn(1, 8)
     with torch.no_grad():
         layer(x)
-        assert 0 < len(files_of(own_calls(lambda: layer(x)))) <= 7
+        assert 0 < len(files_of(own_calls(lambda: layer(x)))) <= 6
     many = x.repeat(32, 1)
     layer(many)
-    assert 0 < len(files_of(own_calls(lambda: layer(many)))) <= 10
+    assert 0 < len(files_of(own_calls(lambda: layer(many)))) <= 9
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="the backend needs torch 2.7")
@@ -139,8 +138,7 @@ def test_a_sum_of_torch_distributed_is_a_short_walk() -> None:
 
 @pytest.mark.slow
 def test_a_carried_plan_is_a_short_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a Llama on the meta device, on its way to its shards. Walks end at ``BELOW``, whose files
-    the calls of communicators and tensors pass."""
+    """Of a Llama on the meta device, on its way to its shards."""
     transformers = pytest.importorskip("transformers")
     monkeypatch.delitem(sys.modules, "peft", raising=False)  # Other tests may import it.
     config = transformers.LlamaConfig(
@@ -151,16 +149,13 @@ def test_a_carried_plan_is_a_short_walk(tmp_path: Path, monkeypatch: pytest.Monk
     with torch.device("meta"):
         models = [transformers.LlamaForCausalLM(config) for _ in range(2)]
 
-    def upper_files(call: Callable[[], Any]) -> list[str]:
-        return [file for file in files_of(own_calls(call)) if not file.startswith(BELOW)]
-
     def walk(comm: Communicator) -> None:
         model = models[comm.rank]
-        sharding = upper_files(lambda: tensor_parallelize(model, "auto", comm))
-        assert 0 < len(sharding) <= 12, sharding
+        sharding = files_of(own_calls(lambda: tensor_parallelize(model, "auto", comm)))
+        assert 0 < len(sharding) <= 17, sharding
         assert not any("/derive/" in file for file in sharding)
-        loading = upper_files(lambda: load_pretrained(model, tmp_path))
-        assert 0 < len(loading) <= 12, loading
+        loading = files_of(own_calls(lambda: load_pretrained(model, tmp_path)))
+        assert 0 < len(loading) <= 14, loading
         assert not any(parameter.is_meta for parameter in model.parameters())
 
     run_threads(2, walk)
