@@ -10,7 +10,8 @@ from torch import Tensor
 from pipekernels.comm import Communicator
 from pipekernels.ops.collectives import all_reduce
 from pipekernels.tensor_parallel.functional import own_indices, reduce_from_ranks, shard_spans
-from pipekernels.tensor_parallel.invariant.arithmetic import check_invariant_column, sum_by_slabs
+from pipekernels.tensor_parallel.invariant.arithmetic import sum_by_slabs
+from pipekernels.tensor_parallel.invariant.slabs import check_slabs
 
 
 def vocab_parallel_cross_entropy(
@@ -62,7 +63,7 @@ def vocab_parallel_cross_entropy(
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     if invariant:
-        check_invariant_column([num_classes], comm)
+        check_slabs([num_classes], comm.world_size)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     ignored = target == ignore_index

@@ -13,7 +13,7 @@ from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.data_parallel import check_data_parallel
 from pipekernels.tensor_parallel.full_layer import REMEDY, extras_of, is_embedding
 from pipekernels.tensor_parallel.functional import own_indices, reduce_from_ranks
-from pipekernels.tensor_parallel.invariant.arithmetic import check_invariant_column
+from pipekernels.tensor_parallel.invariant.slabs import check_slabs
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 
@@ -94,7 +94,7 @@ class VocabParallelEmbedding(ShardedLayer):
     def _shard(self, full: nn.Embedding, comm: Communicator, invariant: bool) -> None:
         super().__init__(comm, invariant=invariant)
         if invariant:
-            check_invariant_column([full.num_embeddings], comm)
+            check_slabs([full.num_embeddings], comm.world_size)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(full, option):
                 raise ValueError(

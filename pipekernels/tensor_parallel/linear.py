@@ -58,11 +58,11 @@ from pipekernels.tensor_parallel.functional import (
     summed_linear,
 )
 from pipekernels.tensor_parallel.invariant.arithmetic import (
-    check_invariant_column,
     check_invariant_row,
     invariant_column_linear,
     invariant_row_linear,
 )
+from pipekernels.tensor_parallel.invariant.slabs import check_slabs
 from pipekernels.tensor_parallel.partial_gradients import check_gradients, mark_column_output
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
@@ -394,7 +394,7 @@ class ColumnParallelLinear(ShardedLinear):
         full = nn.Linear(in_features, out_features, bias, device, dtype)
         super().__init__(full, skip_bias_add, comm, blocks or (), heads, invariant)
         if invariant:
-            check_invariant_column(blocks or [out_features], comm, heads=heads)
+            check_slabs(blocks or [out_features], comm.world_size, heads)
         self.gather_output = gather_output
         self.is_shared = len(set(self.shards)) < comm.world_size
         self._own_blocks = [size for _, size in self.spans("weight")]

@@ -52,20 +52,7 @@ def check_invariant_row(
             "reduce='reduce_scatter' with a bias: the sum of its gradient over the rows of all "
             "ranks depends on their number; invariant=True needs bias=False, or 'all_reduce'"
         )
-    check_invariant_column([size], comm, heads=heads)
-
-
-def check_invariant_column(
-    blocks: Sequence[int], comm: Communicator, *, heads: Heads | None = None
-) -> None:
-    """Raise ValueError unless a layer can be invariant whose fused layers have ``blocks`` output
-    features, or heads."""
-    if heads is not None and heads[1] % comm.world_size:
-        raise ValueError(
-            f"invariant=True needs as many heads of keys on each rank, of its own, but "
-            f"{comm.world_size} ranks do not divide {heads[1]}; use a number of ranks that does"
-        )
-    check_slabs(blocks, comm.world_size)
+    check_slabs([size], comm.world_size, heads)
 
 
 def invariant_row_linear(

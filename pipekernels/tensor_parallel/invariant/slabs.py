@@ -8,15 +8,21 @@ import torch
 from torch import Tensor
 
 from pipekernels.comm import Communicator
+from pipekernels.tensor_parallel.functional import Heads
 
 SLABS = 8
 ALIGNED = 8  # Elements of 16 bytes or more: the library has other kernels for less aligned rows.
 WIDTH = 32  # Elements of two of the widest vectors.
 
 
-def check_slabs(sizes: Sequence[int], world_size: int) -> None:
-    """Raise ValueError unless each of ``sizes`` features can be cut into slabs, and these divided
-    evenly among the ranks."""
+def check_slabs(sizes: Sequence[int], world_size: int, heads: Heads | None = None) -> None:
+    """Raise ValueError unless each of ``sizes`` features can be cut into slabs, and these and heads
+    divided evenly among the ranks."""
+    if heads is not None and heads[1] % world_size:
+        raise ValueError(
+            f"invariant=True needs as many heads of keys on each rank, of its own, but "
+            f"{world_size} ranks do not divide {heads[1]}; use a number of ranks that does"
+        )
     if SLABS % world_size:
         raise ValueError(
             f"invariant=True has {SLABS} slabs, which {world_size} ranks cannot share evenly; use "

@@ -196,7 +196,7 @@ def tensor_parallelize(
     for module, (name, hook) in hooked.items():
         if hook == SUMMED and invariant:
             check_own_parameters(module, name)
-    full_elements = _elements(model)
+    full_elements = sum(p.numel() for p in model.parameters())
     shards = {m: shard_of(m, name, kind, comm, invariant) for m, (name, kind) in layers.items()}
     weights: dict[Any, Any] = {}  # Of shards, by those of full layers, which may share them.
     for layer, shard in shards.items():
@@ -233,10 +233,6 @@ def _disable_fused_encoders(model: nn.Module) -> None:
             set_attribute(module, "use_nested_tensor", False)
 
 
-def _elements(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def shard_of(
     layer: nn.Module, name: str, kind: LayerKind, comm: Communicator, invariant: bool
 ) -> ShardedLayer:
@@ -254,7 +250,7 @@ def shard_of(
 
 def _warn_of_whole_layers(model: nn.Module, full_elements: int, world_size: int) -> None:
     """Warn if each rank still holds most of the elements."""
-    share = _elements(model) / max(1, full_elements)
+    share = sum(p.numel() for p in model.parameters()) / max(1, full_elements)
     if 1 - share < 0.2 * (1 - 1 / world_size):
         warnings.warn(
             f"a rank of {world_size} holds {share:.2f} of the parameters of "

@@ -1,7 +1,6 @@
 """``tensor_parallelize``: whole models, sharded by the names of their layers."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -291,24 +290,3 @@ def test_a_compiled_model_is_understood() -> None:
         torch.testing.assert_close(own._orig_mod(x), model(x))
 
     run_threads(2, body)
-
-
-@pytest.mark.parametrize(
-    ("features", "rate", "warned"), [(6, 0.1, False), (7, 0.0, False), (7, 0.1, True)]
-)
-def test_a_warning_says_where_ranks_would_draw_different_counts(
-    features: int, rate: float, warned: bool
-) -> None:
-    layers = nn.Linear(4, features), nn.Dropout(rate), nn.Linear(features, 4)
-    model = nn.Sequential(nn.Sequential(*layers))
-
-    def body(comm: Communicator) -> None:
-        tensor_parallelize(copy.deepcopy(model), {"0.0": "column", "0.2": "row"}, comm)
-
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        run_threads(2, body)
-    texts = [str(each.message) for each in found if "dropout" in str(each.message)]
-    assert len(texts) == warned
-    for text in texts:
-        assert "shares of '0.0' of different sizes, and there is dropout in '0'" in text
