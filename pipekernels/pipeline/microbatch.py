@@ -11,7 +11,7 @@ import torch
 
 from pipekernels._torch_private import storage_key
 from pipekernels.ops.micro_batch import micro_batch_sizes, split_micro_batches
-from pipekernels.pipeline.nested import Structure, merged
+from pipekernels.pipeline.nested import SINGLE_TENSOR, Structure, merged
 
 Grads = tuple[torch.Tensor | None, ...]
 _sizes = lru_cache(maxsize=256)(micro_batch_sizes)  # The lists are not changed.
@@ -161,115 +161,6 @@ def shares(sizes: Sequence[int]) -> list[float]:
     return [size / batch if batch else 1.0 / len(sizes) for size in sizes]
 
 
-class Average:
-    """A scalar of every microbatch, such as an auxiliary loss, joined to the sum of all, each
-    times its microbatch's weight."""
-
-    def __init__(self, weights: Sequence[float]) -> None:
-        self._weights = weights
-        self._parts: dict[int, torch.Tensor] = {}
-
-    def write(self, m: int, part: torch.Tensor) -> None:
-        """Keep the weighted scalar of microbatch ``m``. ValueError if it is not a scalar."""
-        if part.dim() > 0:
-            raise ValueError(
-                f"a tensor of shape {tuple(part.shape)} was returned for microbatch {m} where a "
-                "scalar was before; all microbatches must return the same structure"
-            )
-        self._parts[m] = part.detach() * self._weights[m]
-
-    def take(self) -> torch.Tensor:
-        """The sum, in order. Drops the references to the parts."""
-        weighted = [self._parts.pop(m) for m in range(len(self._weights))]
-        return torch.stack(weighted).sum()
-
-    def slices(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """``whole``, a gradient of the sum, as one of each part."""
-        return [whole * weight for weight in self._weights]
-
-
-class Gather:
-    """One tensor into which microbatches are written in any order, which avoids a concatenation.
-    All may have a common multiple of their rows, as ``[batch * tokens, ...]``.
-
-    Args:
-        sizes: rows of each microbatch.
-        dim: the batch dimension.
-        source: what has returned the parts, in errors.
-    """
-
-    def __init__(self, sizes: Sequence[int], dim: int = 0, source: str = "the last stage") -> None:
-        self._sizes = sizes
-        self._dim = dim
-        self._source = source
-        self._shape: list[int] = []  # Of the last part.
-        self._lengths: list[int] = []  # Entries of each microbatch.
-        self._whole: torch.Tensor | None = None
-        self._places: Sequence[torch.Tensor] = ()  # Views of _whole, one per microbatch.
-
-    def _check(self, m: int, part: torch.Tensor) -> None:
-        dim = self._dim
-        if part.dim() <= dim:
-            raise ValueError(
-                f"{self._source} returned a tensor of shape {tuple(part.shape)} and dtype "
-                f"{part.dtype}; tensors are joined along dimension {dim}, and only scalars of a "
-                "floating-point dtype are averaged"
-            )
-        if len(self._sizes) == 1:
-            self._lengths = [part.size(dim)]
-            return
-        # The first part to arrive decides how many entries a row has, and all other dimensions.
-        if not self._lengths:
-            self._shape = list(part.shape)
-            rows = part.size(dim) // self._sizes[m]
-            self._lengths = [rows * size for size in self._sizes]
-        self._shape[dim] = self._lengths[m]
-        if list(part.shape) != self._shape:
-            raise ValueError(
-                f"{self._source} returned a tensor of shape {tuple(part.shape)} for microbatch "
-                f"{m}, of {self._sizes[m]} rows; outputs are joined along dimension {dim}, "
-                "which must equal the microbatch's rows or a common multiple of them, and the "
-                "other dimensions must be equal (drop it in a last layer, move its batch "
-                "dimension, or use chunks=1)"
-            )
-
-    def write(self, m: int, part: torch.Tensor) -> None:
-        """Copy the part of microbatch ``m``; a single one is kept. ValueError if it has no
-        dimension ``dim``, or another shape than the first part lets expect."""
-        self._check(m, part)
-        if len(self._sizes) == 1:
-            self._whole = part.detach()
-            return
-        whole = self._whole
-        if whole is None:
-            whole = self._new_whole(part)
-        elif whole.dtype != part.dtype:  # As torch.cat() joins them.
-            whole = whole.to(torch.promote_types(whole.dtype, part.dtype))
-        if whole is not self._whole:
-            self._whole, self._places = whole, self.slices(whole)
-        self._places[m].copy_(part.detach())
-
-    def _new_whole(self, part: torch.Tensor) -> torch.Tensor:
-        """An empty tensor for parts like ``part``; channels last if this is."""
-        shape = list(part.shape)
-        shape[self._dim] = sum(self._lengths)
-        if not part.is_contiguous():
-            for order in (torch.channels_last, torch.channels_last_3d):
-                if part.is_contiguous(memory_format=order):
-                    return torch.empty_like(part.new_empty(()).expand(shape), memory_format=order)
-        return part.new_empty(shape)
-
-    def take(self) -> torch.Tensor:
-        """All parts, joined in order. Drops its references: the graph keeps this object."""
-        whole, self._whole, self._places = self._whole, None, ()
-        assert whole is not None
-        return whole
-
-    def slices(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """``whole``, of the shape that :meth:`take` returned, as one view per microbatch."""
-        return list(whole.split(self._lengths, self._dim))
-
-
 def copy_if_aliased(
     tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
@@ -320,55 +211,88 @@ class Outputs:
         self._dim = dim
         self._weights = weights
         self._source = source
-        self._structures: list[Structure] = []
-        self._gathers: list[Gather | Average] = []
+        self._parts: dict[int, Activation] = {}
+        self._structure = SINGLE_TENSOR
+        # Of each output, the entries of each microbatch; None for a scalar.
+        self._lengths: list[list[int] | None] = []
         self._grads: list[Grads] = []
         self.parameter_grads: dict[int, torch.Tensor] = {}
 
     def collect(self, m: int, outputs: Activation) -> None:
-        """Write the outputs of microbatch ``m`` to their place.
+        self._parts[m] = outputs
 
-        Raises:
-            ValueError: their structure differs from that of earlier microbatches.
-        """
-        # The first microbatch to arrive says which outputs there are, and all must agree with it.
-        if not self._gathers:
-            self._gathers = [self._gather(tensor) for tensor in outputs.tensors]
-            self.wants_grad = [False] * len(outputs.tensors)
-            self._structures = [outputs.structure] * len(self._sizes)
-        self._structures[m] = outputs.structure
-        first = self._structures[0]
-        if outputs.structure is not first and not outputs.structure.has_same_layout(first):
+    def join(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the whole outputs. Drops the parts, as the graph keeps this object.
+        ValueError if microbatches cannot be joined; none if there are no outputs."""
+        parts = [self._parts.pop(m) for m in sorted(self._parts)]
+        if not parts:
+            return ()
+        for m, part in enumerate(parts):
+            if not part.structure.has_same_layout(parts[0].structure):
+                raise ValueError(
+                    f"{self._source} returned {len(part.tensors)} tensors for microbatch {m} and "
+                    f"{len(parts[0].tensors)} before, or put them together in another way; all "
+                    "microbatches must return the same structure"
+                )
+        self._structure = merged([part.structure for part in parts])
+        columns = zip(*[part.wants_grad for part in parts], strict=True)
+        self.wants_grad = [any(column) for column in columns]
+        return tuple(
+            [self._joined(column) for column in zip(*[p.tensors for p in parts], strict=True)]
+        )
+
+    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One output of all microbatches."""
+        parts, dim = [part.detach() for part in parts], self._dim
+        first = parts[0]
+        if first.dim() == 0 and (first.is_floating_point() or first.is_complex()):
+            if any(part.dim() for part in parts):
+                raise ValueError(
+                    f"{self._source} returned a tensor for a microbatch where it returned a scalar "
+                    "before; all microbatches must return the same structure"
+                )
+            self._weights = shares(self._sizes) if self._weights is None else self._weights
+            self._lengths.append(None)
+            weighted = [part * weight for part, weight in zip(parts, self._weights, strict=True)]
+            return torch.stack(weighted).sum()
+        if first.dim() <= dim:
             raise ValueError(
-                f"{self._source} returned {len(outputs.tensors)} tensors for microbatch {m} and "
-                f"{len(self._gathers)} before, or put them together in another way; all "
-                "microbatches must return the same structure"
+                f"{self._source} returned a tensor of shape {tuple(first.shape)} and dtype "
+                f"{first.dtype}; tensors are joined along dimension {dim}, and only scalars of a "
+                "floating-point dtype are averaged"
             )
-        for i, (tensor, wants) in enumerate(zip(outputs.tensors, outputs.wants_grad, strict=True)):
-            self._gathers[i].write(m, tensor)
-            self.wants_grad[i] |= wants
-
-    def _gather(self, tensor: torch.Tensor) -> Gather | Average:
-        if tensor.dim() == 0 and (tensor.is_floating_point() or tensor.is_complex()):
-            return Average(shares(self._sizes) if self._weights is None else self._weights)
-        return Gather(self._sizes, self._dim, self._source)
-
-    def take(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of the whole outputs."""
-        return tuple([gather.take() for gather in self._gathers])
+        # The first part decides how many entries a row has, and all other dimensions.
+        shape = list(first.shape)
+        entries = shape[dim] // (self._sizes[0] or 1)
+        for m, part in enumerate(parts if len(parts) > 1 else ()):
+            shape[dim] = entries * self._sizes[m]
+            if list(part.shape) != shape:
+                raise ValueError(
+                    f"{self._source} returned a tensor of shape {tuple(part.shape)} for microbatch "
+                    f"{m}, of {self._sizes[m]} rows; outputs are joined along dimension {dim}, "
+                    "which must equal the microbatch's rows or a common multiple of them, and the "
+                    "other dimensions must be equal (drop it in a last layer, move its batch "
+                    "dimension, or use chunks=1)"
+                )
+        self._lengths.append([part.size(dim) for part in parts])
+        return torch.cat(parts, dim) if len(parts) > 1 else first
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The whole output, built of ``tensors``, the result of :meth:`take`."""
-        return merged(self._structures).build(tensors)
+        """The whole output, built of ``tensors``, the result of :meth:`join`."""
+        return self._structure.build(tensors)
 
     def give(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep the gradients of the whole outputs, None for one without, for :meth:`grads`; no
         longer if ``grads`` is empty."""
-        parts = [
-            [None] * len(self._sizes) if grad is None else gather.slices(grad)
-            for gather, grad in zip(self._gathers, grads, strict=False)
-        ]
-        self._grads = list(zip(*parts, strict=True))
+        columns: list[Sequence[torch.Tensor | None]] = []
+        for grad, lengths in zip(grads, self._lengths, strict=False):
+            if grad is None:
+                columns.append([None] * len(self._sizes))
+            elif lengths is None:
+                columns.append([grad * weight for weight in self._weights or ()])
+            else:
+                columns.append(grad.split(lengths, self._dim))
+        self._grads = list(zip(*columns, strict=True))
 
     def grads(self, m: int) -> Grads:
         return self._grads[m]

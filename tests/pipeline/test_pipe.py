@@ -152,22 +152,6 @@ def test_outputs_have_memory_of_their_own(chunks: int, place: torch.device) -> N
     assert torch.equal(x, torch.ones(4, 2, 1))
 
 
-def test_a_layer_that_returns_the_same_memory_each_time(place: torch.device) -> None:
-    """So outputs are copied as they come: at the end, each would be the last one."""
-    x = torch.rand(8, 3)
-    memory = [torch.empty(2, 3, dtype=dtype, device=place) for dtype in (torch.float, torch.double)]
-    scalar = torch.empty((), device=place)
-
-    def write(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        mixed = memory[rows[0, 0].item() != x[0, 0]]  # float32 in the first microbatch alone.
-        return mixed.copy_(rows), memory[0].copy_(rows), scalar.copy_(rows.mean())
-
-    with torch.no_grad():
-        mixed, same, mean = pipe_of(FunctionLayer(write), device=place, chunks=4)(x.to(place))
-    assert torch.equal(same.cpu(), x) and torch.equal(mixed[2:].cpu(), x[2:].double())
-    torch.testing.assert_close(mean.cpu(), x.mean())
-
-
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_the_input_is_kept_by_a_layer_that_works_in_place(mode: Any) -> None:
     pipe = on_cpus(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), [1, 1], chunks=2)

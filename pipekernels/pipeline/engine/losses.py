@@ -189,5 +189,5 @@ class Losses:
             )
         weighted = [self._values[m] * weight for m, weight in enumerate(self._weights)]
         total = torch.stack(weighted).sum()
-        extras = self._extras.take()
+        extras = self._extras.join()
         return (total, self._extras.build(extras)) if extras else total

@@ -157,7 +157,7 @@ class MiniBatchRun:
         if parameters is not None and self._dropped:
             self._parameter_versions = parameters.versions()
         # Joined outputs are new tensors; that of a single microbatch is the layers' own.
-        whole = self.outputs.take()
+        whole = self.outputs.join()
         return whole if len(self.inputs.sizes) > 1 else copy_if_aliased(whole, given)
 
     def backward(
