@@ -109,14 +109,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["inline", "threads", "split"])
+@pytest.fixture(params=["inline", "threads"])
 def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each ``execution`` in turn, also the default one of the pipes in :mod:`support.pipes`."""
     monkeypatch.setattr(pipes, "execution", request.param)
     return request.param
 
 
-@pytest.fixture(params=["inline", "threads", "split", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture(params=["inline", "threads", pytest.param("cuda", marks=pytest.mark.cuda)])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The device of all stages, which is torch's default device during the test.
 

@@ -77,14 +77,13 @@ class Pipe(nn.Module):
             microbatches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
             A warning is given if it is 0 and a layer that is not ``batch_first`` wants 1.
-        execution: how mini-batches run on CPUs. ``'auto'``: the fastest of the others, measured for
+        execution: how mini-batches run on CPUs. ``'auto'``: the faster of the others, measured for
             each kind of mini-batch; the first of a kind runs inline, and is watched for random
             numbers that threads cannot seed separately. ``'inline'``: on the calling thread.
             ``'threads'``: a thread per lane of the schedule, unwatched: results do not depend on
             timing if torch's Python functions draw all random numbers from the default generator,
-            and no layer sets its state (``torch.manual_seed``, ``fork_rng``). ``'split'``: threads,
-            and if graphs allow it the backward of ``pipe(x)`` computes gradients of inputs first.
-            Stages that share layers or have collectives run inline.
+            and no layer sets its state (``torch.manual_seed``, ``fork_rng``). Stages that share
+            layers or have collectives run inline.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, holds a pipe or has a forward, parameters

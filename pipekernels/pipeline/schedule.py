@@ -59,11 +59,6 @@ class Program:
         return {action.stage: i for i, lane in enumerate(self.lanes) for action in lane}
 
     @cached_property
-    def splits(self) -> bool:
-        """Whether the program has backwards in two parts."""
-        return any(action.type == "I" for lane in self.lanes for action in lane)
-
-    @cached_property
     def forwards(self) -> Program:
         """The forwards alone."""
         return Program([[a for a in lane if a.type == "F"] for lane in self.lanes])
@@ -91,14 +86,14 @@ def _lane(forwards: Pairs, backwards: Pairs, ahead: int, lag: int = 0) -> list[A
 
 
 @lru_cache(maxsize=256)
-def gpipe(stages: int, micro_batches: int, *, split: bool = False) -> Program:
+def gpipe(stages: int, micro_batches: int) -> Program:
     """GPipe (Huang et al., 2019): every forward, then every backward, the last microbatch first:
     ``checkpoint='except_last'`` keeps its activations, so earlier stages can begin while the others
-    are recomputed. ``split`` gives it backwards in two parts, as :func:`zb_h1` has."""
+    are recomputed."""
     lanes = []
     for stage in range(stages):
         pairs = [(stage, m) for m in range(micro_batches)]
-        lanes.append(_lane(pairs, pairs[::-1], ahead=micro_batches, lag=stage if split else 0))
+        lanes.append(_lane(pairs, pairs[::-1], ahead=micro_batches))
     return Program(lanes)
 
 
@@ -180,11 +175,9 @@ class Schedule:
             )
         return lanes
 
-    def program(self, stages: int, micro_batches: int, *, split: bool = False) -> Program:
-        """The program; ``split``, for GPipe only, gives it backwards in two parts."""
+    def program(self, stages: int, micro_batches: int) -> Program:
         lanes = () if self.interleave is None else (self.lanes(stages),)
-        options = {"split": True} if split else {}
-        return SCHEDULES[self.name](*lanes, stages, micro_batches, **options)
+        return SCHEDULES[self.name](*lanes, stages, micro_batches)
 
 
 SCHEDULES: dict[str, Callable[..., Program]] = {

@@ -22,7 +22,7 @@ from pipekernels.pipeline.engine.workers import intra_op_threads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-EXECUTIONS = ("inline", "threads", "split", "auto", "threads, in a mode")
+EXECUTIONS = ("inline", "threads", "auto", "threads, in a mode")
 
 
 class Watching(TorchFunctionMode):

@@ -38,14 +38,14 @@ def test_autocast_of_the_backward() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     x, grads = torch.randn(64, 8), []
-    for execution, mode in product(("inline", "threads", "split"), ("never", "always")):
+    for execution, mode in product(("inline", "threads"), ("never", "always")):
         pipe = pipe_of(*module, chunks=8, checkpoint=mode, execution=execution)
         module.zero_grad()
         loss = pipe(x).square().sum()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss.backward()
         grads.append([p.grad for p in module.parameters()])
-    torch.testing.assert_close(grads, [grads[0]] * 6, rtol=0, atol=0)
+    torch.testing.assert_close(grads, [grads[0]] * 4, rtol=0, atol=0)
 
 
 def test_modes_profilers_and_hooks_of_the_caller_see_all_operations(execution: str) -> None:

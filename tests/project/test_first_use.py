@@ -28,7 +28,7 @@ pipekernels.tensor_parallelize(nn.Sequential(*layers), {"0": "column", "2": "row
     torch.ones(2, 8)).sum().backward()
 known = note("layers", known)
 x = torch.ones(4, 8)
-for execution in ("inline", "split"):  # The default one begins with these.
+for execution in ("inline", "threads"):  # The default one tries these.
     layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)]
     pipe = pipekernels.Pipe(nn.Sequential(*layers), [2, 1], devices=["cpu"] * 2, chunks=2,
                             execution=execution)

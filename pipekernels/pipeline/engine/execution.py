@@ -17,10 +17,10 @@ from pipekernels.pipeline.engine.random import seeding_of
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
 
-Execution = Literal["auto", "inline", "threads", "split"]
+Execution = Literal["auto", "inline", "threads"]
 EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
-"""``auto``: whichever measures fastest; ``inline``: on the calling thread; ``threads``: a worker
-per lane; ``split``: also with backwards in two parts where possible."""
+"""``auto``: whichever measures faster; ``inline``: on the calling thread; ``threads``: a worker per
+lane."""
 
 FIRST = "first"
 """The execution until a first mini-batch of these layers has ended: inline, watched, not timed."""
@@ -51,20 +51,18 @@ class ExecutionPlan:
         self._threads = torch.get_num_threads()
         if stages.one_thread is None:
             self._threads = max(1, self._threads // at_once)
-        self._on_workers = execution in ("threads", "split")
+        self._on_workers = execution == "threads"
         # As one task, stages of one device make fewer graphs, which autograd enters once. Not if
         # they share a layer: its gradients would be added up in another order than apart.
         fuses = fuses and (micro_batches == 1 or not stages.share_layers)
         self.is_fused = fuses and not self._on_workers and stages.fused is not None
         self.tasks = [stages.fused] if self.is_fused and stages.fused else stages.tasks
-        split = execution == "split"
-        self.program = schedule.program(len(self.tasks), micro_batches, split=split)
+        self.program = schedule.program(len(self.tasks), micro_batches)
         self.seeding = seeding_of(
             stages.generators,
             stages.observed,
             is_first=execution == FIRST,
             on_workers=self._on_workers,
-            splits=self.program.splits,
         )
         self._on_host = stages.on_host if stages.with_streams else None
 

@@ -376,8 +376,7 @@ class MiniBatchRun:
         # 3. A checkpointed stage runs its layers again first.
         if graph.inputs is not None:
             graph = self._recompute(graph, stage, m)
-        # Not in two parts if tensors have hooks: each part would call them.
-        if part == "I" and not self.stages.observed.tensor_hooks:
+        if part == "I":
             compute = partial(task.backward_of_inputs, graph, grads, keep_graph=self._keep_graph)
             result, second_part = self._autograd(task, m, compute)
             if second_part is not None:

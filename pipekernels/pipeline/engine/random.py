@@ -50,7 +50,6 @@ _RANDOM: dict[Any, list[tuple[int, str, Any]]] = {
     F.scaled_dot_product_attention: [(4, "dropout_p", 0.0)],
     F.multi_head_attention_forward: [(10, "dropout_p", 0.0)],
 }
-_TENSOR_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 Context = AbstractContextManager[Any]
 
 
@@ -74,40 +73,27 @@ class Observed:
     # They set the state of the process-wide generator, as layers do that seed or recompute
     # themselves. That changes the random numbers of other threads.
     sets: bool = False
-    tensor_hooks: bool = False  # They put hooks on tensors, if HookWatch looked.
 
 
-class HookWatch(TorchFunctionMode):
-    """Notes whether the calling thread puts hooks on tensors."""
-
-    def __init__(self, observed: Observed) -> None:
-        super().__init__()
-        self.observed = observed
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _TENSOR_HOOKS:
-            self.observed.tensor_hooks = True
-        return func(*args, **(kwargs or {}))
-
-
-class WorkerRandom(HookWatch):
+class WorkerRandom(TorchFunctionMode):
     """Seeds the random functions of one task, on the calling thread, by ``seed``; without one, for
     a backward, it refuses them."""
 
     def __init__(self, observed: Observed, seed: int | None = None) -> None:
-        super().__init__(observed)
+        super().__init__()
+        self._observed = observed
         self._seed = seed
         self._state: torch.Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not draws(func, args, kwargs):
-            return super().__torch_function__(func, types, args, kwargs)
-        self.observed.draws = True
+            return func(*args, **kwargs)
+        self._observed.draws = True
         if self._seed is None:
             # A layer that recomputes its forward sets the state of the process-wide generator,
             # which other workers also use. The next mini-batch will run on one thread.
-            self.observed.hidden = True
+            self._observed.hidden = True
             raise RuntimeError(
                 "a layer of the pipe has begun to draw random numbers in its backward, as layers "
                 "do that checkpoint themselves; run this mini-batch again, and the pipe will keep "
@@ -126,12 +112,13 @@ class WorkerRandom(HookWatch):
         return result
 
 
-class Audit(HookWatch):
+class Audit(TorchFunctionMode):
     """Notes what :class:`WorkerRandom` cannot seed in one task, on one thread, whose generator has
     been seeded for it; in a backward, all random numbers."""
 
     def __init__(self, observed: Observed, *, backward: bool = False) -> None:
-        super().__init__(observed)
+        super().__init__()
+        self._observed = observed
         self._backward = backward
         self._state = torch.default_generator.get_state()
 
@@ -151,9 +138,9 @@ class Audit(HookWatch):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not draws(func, args, kwargs):
-            return super().__torch_function__(func, types, args, kwargs)
-        self.observed.draws = True
-        self.observed.hidden |= self._backward or kwargs.get("generator") is not None
+            return func(*args, **kwargs)
+        self._observed.draws = True
+        self._observed.hidden |= self._backward or kwargs.get("generator") is not None
         # The state is what the last function left, unless something drew in between.
         self.check()
         result = func(*args, **kwargs)
@@ -163,11 +150,11 @@ class Audit(HookWatch):
     def check(self) -> None:
         """Note numbers drawn where this mode has not seen it."""
         now = torch.default_generator.get_state()
-        self.observed.hidden |= not torch.equal(self._state, now)
+        self._observed.hidden |= not torch.equal(self._state, now)
 
     def note_set(self) -> None:
         """Note that the generator's state has been set."""
-        self.observed.sets = True
+        self._observed.sets = True
         self._state = torch.default_generator.get_state()
 
 
@@ -202,21 +189,14 @@ class Seeding(NamedTuple):
 
 
 def seeding_of(
-    generators: Sequence[torch.Generator],
-    observed: Observed,
-    *,
-    is_first: bool,
-    on_workers: bool,
-    splits: bool,
+    generators: Sequence[torch.Generator], observed: Observed, *, is_first: bool, on_workers: bool
 ) -> Seeding:
     """How mini-batches are seeded: the first, whose layers are not known yet, those on workers, and
-    those inline, with backwards in two parts or without."""
+    those inline."""
     if is_first:
         return Seeding(
             generators, lambda _: Audit(observed), partial(Audit, observed, backward=True)
         )
     if on_workers:
         return Seeding((), partial(WorkerRandom, observed), partial(WorkerRandom, observed))
-    if splits:  # They would call hooks twice.
-        return Seeding(generators, lambda _: HookWatch(observed))
     return Seeding(generators)

@@ -1,10 +1,9 @@
 """Trials of executions: which one a mini-batch gets, and why.
 
-Which is fastest depends on the model and the machine: with tiny layers, passing the interpreter
-lock between threads on every operation costs more than the overlap saves; and a backward in two
-parts enters autograd once more for every layer. So the first mini-batches of a signature try all
-executions in turn, and the fastest is kept for good: load changes, and where executions are almost
-equally fast, trials would be a quarter of all mini-batches.
+Which is faster depends on the model and the machine: with tiny layers, passing the interpreter lock
+between threads on every operation costs more than the overlap saves. So the first mini-batches of a
+signature try both executions in turn, and the faster one is kept for good: load changes, and where
+both are almost equally fast, trials would be a quarter of all mini-batches.
 """
 
 from __future__ import annotations
@@ -35,11 +34,6 @@ class Signature(NamedTuple):
     recomputed: int  # Number of recomputed microbatches.
     trains: bool  # Whether it is a training step, whose schedule the user chose.
 
-    @property
-    def may_split(self) -> bool:
-        """Whether backwards that are whole in the schedule may run in two parts."""
-        return self.grad and not self.recomputed and not self.trains
-
     def __str__(self) -> str:
         return (
             f"{self.schedule.name} of {self.micro_batches} microbatches of less than "
@@ -61,12 +55,9 @@ class Auto:
     """Chooses the execution of mini-batches with one signature."""
 
     def __init__(self, signature: Signature) -> None:
-        executions = ["inline", "threads"]
-        if signature.may_split:
-            executions.append("split")
         self._signature = signature
-        self._seconds: dict[str, list[float]] = {name: [] for name in executions}
-        self.fastest: str | None = None  # Unknown until all have been tried.
+        self._seconds: dict[str, list[float]] = {"inline": [], "threads": []}
+        self.fastest: str | None = None  # Unknown until both have been tried.
         self.is_warm = False
 
     def choose(self) -> str:
@@ -123,9 +114,6 @@ class Executions:
             is_settled = execution == auto.fastest
             if not is_settled:
                 record = partial(auto.record, execution)
-        elif self._execution == "split" and not signature.may_split:
-            execution = "threads"
-            why = "execution='split' asks for it, but no backward here can run in two parts"
         else:
             execution = self._execution
             why = f"execution={execution!r} asks for it"

@@ -20,13 +20,12 @@ from pipekernels.pipeline.schedule import GPIPE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-EXECUTIONS = ["inline", "threads", "split"]
+EXECUTIONS = ["inline", "threads"]
 KIND = "gpipe of 2 microbatches of less than 2**4 elements, with gradients, 0 recomputed"
 
 
-def make(*, trains: bool = False) -> Auto:
-    """With all executions to choose from; ``trains``: without split backwards."""
-    return Auto(Signature(GPIPE, 2, 4, True, (True,), 0, trains))
+def make() -> Auto:
+    return Auto(Signature(GPIPE, 2, 4, True, (True,), 0, False))
 
 
 def choices(auto: Auto, times: int, **seconds: float) -> list[str]:
@@ -44,7 +43,7 @@ def test_the_first_mini_batch_warms_up_and_is_not_counted() -> None:
     assert auto.choose() == FIRST
     assert auto.choose() == FIRST  # None has ended.
     auto.record(FIRST, 1e-9)
-    chosen = choices(auto, 3 * TRIALS, inline=2.0, threads=1.0, split=1.5)
+    chosen = choices(auto, 2 * TRIALS, inline=2.0, threads=1.0)
     assert chosen == EXECUTIONS * TRIALS
     assert auto.choose() == "threads"
 
@@ -53,14 +52,14 @@ def test_the_first_mini_batch_warms_up_and_is_not_counted() -> None:
 def test_the_fastest_execution_is_kept_for_good(fastest: str) -> None:
     auto = make()
     seconds = {execution: 1.0 if execution == fastest else 1.01 for execution in EXECUTIONS}
-    choices(auto, 1 + 3 * TRIALS, **seconds)
+    choices(auto, 1 + 2 * TRIALS, **seconds)
     slower = {execution: 3 - time for execution, time in seconds.items()}
     assert set(choices(auto, 100, **slower)) == {fastest}
 
 
 def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pipekernels.pipeline")
-    auto = make(trains=True)
+    auto = make()
     choices(auto, 2 * TRIALS, inline=2e-3, threads=1e-3)
     assert not caplog.messages
     choices(auto, 100, inline=2e-3, threads=1e-3)
@@ -105,13 +104,9 @@ def checkpointed() -> list[nn.Module]:
     return [nn.Linear(4, 4), FunctionLayer(lambda x: checkpoint(F.dropout, x, use_reentrant=False))]
 
 
-NO_SPLIT = ": threads (execution='split' asks for it, but no backward here"
-
-
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (linears, {"execution": "split", "checkpoint": "always"}, NO_SPLIT),
         (linears, {"chunks": 1}, "a single stage or microbatch"),
         (lambda: [nn.Linear(4, 4)] * 2, {}, "inline (stages share a layer)"),
         (with_collectives, {}, "inline (layers call collectives"),

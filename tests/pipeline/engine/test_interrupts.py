@@ -34,7 +34,7 @@ def settings() -> list[Any]:
 @pytest.mark.parametrize("step", [False, True])
 @pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("way", ["inline", "threads", "split"])
+@pytest.mark.parametrize("way", ["inline", "threads"])
 def test_an_exception_in_a_layer(
     way: str, stage: int, where: str, step: bool, error: type[BaseException]
 ) -> None:

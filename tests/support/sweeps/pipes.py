@@ -21,7 +21,7 @@ from pipekernels.skip import Namespace
 from support.loops import WAYS, Loop, cut, leaves_of, results
 from support.skip_layers import Pop, Stash
 
-EXECUTIONS = ("inline", "threads", "split")
+EXECUTIONS = ("inline", "threads")
 MODES = ("never", "except_last", "always")
 
 
