@@ -31,7 +31,6 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
-from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch, _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,10 +59,8 @@ __all__ = [
 # ---- autograd ----
 
 
-def in_backward() -> bool:
-    """Whether this thread is inside a backward (in a hook or a Python node)."""
-    return torch._C._current_graph_task_id() != -1
-
+current_backward = torch._C._current_graph_task_id
+"""The number of the backward that this thread is inside (in a hook or a Python node), or -1."""
 
 current_node = torch._C._current_autograd_node
 """The node that the backward of this thread is at, also in the hooks called for it: a hook that
@@ -119,13 +116,11 @@ def function_of(node: Node) -> type[torch.autograd.Function] | None:
     return function
 
 
-_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-
-
-def has_saved_tensors_hooks() -> bool:
-    """Whether this thread is in ``torch.autograd.graph.saved_tensors_hooks()``, which do not apply
-    to other threads. Always False in torch 2.6, which has no query for it."""
-    return _saved_tensors_hooks is not None and _saved_tensors_hooks(True) is not None
+saved_tensors_hooks = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignores_tracing: None
+)
+"""Called with True: this thread's hooks of ``torch.autograd.graph.saved_tensors_hooks()``, which do
+not apply to other threads, or None. Always None in torch 2.6, which has no query for it."""
 
 
 def has_hooks(tensor: Tensor) -> bool:
@@ -141,11 +136,6 @@ def module_has_hooks(module: nn.Module) -> bool:
 
 has_global_hooks = nn.modules.module._has_any_global_hook
 """Whether hooks are registered for all modules, which torch.compile does not guard."""
-
-
-def are_parametrizations_cached() -> bool:
-    """Whether the program is in ``parametrize.cached()``, whose values belong to one graph."""
-    return parametrize._cache_enabled > 0
 
 
 # ---- data parallelism ----

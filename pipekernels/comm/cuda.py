@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipekernels import _backend
 from pipekernels._arguments import integer
-from pipekernels._torch_private import current_raw_stream, disable_dynamo, in_backward
+from pipekernels._torch_private import current_backward, current_raw_stream, disable_dynamo
 from pipekernels.comm.messages import backends_of
 from pipekernels.comm.process_group import ProcessGroupBackend
 from pipekernels.comm.shared_memory import NativeBackend, SharedMemoryBackend
@@ -194,4 +194,4 @@ def _may_meet() -> bool:
     """Whether this thread may wait for threads of other ranks: not if it is autograd's."""
     # Autograd has one thread per device, which runs the backwards of all ranks one after another.
     # With `set_multithreading_enabled(False)` a backward runs on the calling thread instead.
-    return not (in_backward() and torch.autograd.is_multithreading_enabled())
+    return current_backward() == -1 or not torch.autograd.is_multithreading_enabled()

@@ -3,7 +3,7 @@ for it, which is applied on workers and in recomputations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -16,8 +16,8 @@ from pipekernels._torch_private import (
     dispatch_mode_count,
     function_mode_count,
     function_modes,
-    has_saved_tensors_hooks,
     is_profiler_enabled,
+    saved_tensors_hooks,
 )
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -91,45 +91,42 @@ def seed_task(
     return seed
 
 
-# ---- autocast ----
-
-_AUTOCAST: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]] = (
-    (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
-    (partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
-    (partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
-    (partial(torch.get_autocast_dtype, "cuda"), partial(torch.set_autocast_dtype, "cuda")),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-)
-"""How to read and how to write each of the thread's settings of autocast."""
-
-
 @contextmanager
-def without_cast_cache() -> Iterator[None]:
-    """Turn autocast's cache of cast parameters off in the body."""
+def own_state(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """As :func:`preserved`, with autocast's cache of cast parameters off in the body."""
     # Uses of a parameter that share one cast sum their gradients in its dtype, if one autograd call
     # covers them. The cache is process-wide, and a worker that leaves autocast empties it for all.
     # So which uses share a cast would depend on the execution and on timing.
     before = torch.is_autocast_cache_enabled()
+    states = [generator.get_state() for generator in generators]
     torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+# ---- autocast ----
+
+
+_SETTINGS = (
+    *(partial(torch.is_autocast_enabled, "cpu"), partial(torch.is_autocast_enabled, "cuda")),
+    *(partial(torch.get_autocast_dtype, "cpu"), partial(torch.get_autocast_dtype, "cuda")),
+    torch.is_autocast_cache_enabled,
+)
+"""They read the calling thread's settings of autocast."""
 
 
 @contextmanager
-def _autocast_as(wanted: Sequence[Any]) -> Iterator[None]:
-    before = [read() for read, _ in _AUTOCAST]
-    torch.autocast_increment_nesting()
-    try:
-        for (_, write), value in zip(_AUTOCAST, wanted, strict=True):
-            write(value)
+def _autocast_as(settings: Sequence[Any]) -> Iterator[None]:
+    cpu, cuda, cpu_dtype, cuda_dtype, caches = settings
+    with (
+        torch.autocast("cpu", cpu_dtype, cpu, caches),
+        torch.autocast("cuda", cuda_dtype, cuda, caches),
+    ):
         yield
-    finally:
-        for (_, write), value in zip(_AUTOCAST, before, strict=True):
-            write(value)
-        if torch.autocast_decrement_nesting() == 0:  # The outermost: drop casts of weights.
-            torch.clear_autocast_cache()
 
 
 # ---- all of it ----
@@ -141,7 +138,7 @@ class CallerContext:
 
     def __init__(self) -> None:
         self._inference = torch.is_inference_mode_enabled()
-        self._autocast = [read() for read, _ in _AUTOCAST]
+        self._autocast = [read() for read in _SETTINGS]
         device = default_device() if function_mode_count() else None
         self._default_device = None if device is None or device.type == "cpu" else device
 
@@ -151,7 +148,7 @@ class CallerContext:
         device = self._default_device
         if inference or (device is not None and device != default_device()):
             return self._applied(inference)
-        is_same = self._autocast == [read() for read, _ in _AUTOCAST]
+        is_same = self._autocast == [read() for read in _SETTINGS]
         return NOTHING if is_same else _autocast_as(self._autocast)
 
     @contextmanager
@@ -191,5 +188,5 @@ def needs_this_thread() -> bool:
             function_mode_count() > 0
             and not all(isinstance(mode, DeviceContext) for mode in function_modes())
         )
-        or has_saved_tensors_hooks()
+        or saved_tensors_hooks(True) is not None
     )

@@ -96,6 +96,7 @@ class Scatter:
         device: torch.device | None = None,
     ) -> None:
         tensors, self.dim = batch.tensors, batch.dim
+        self.devices = [tensor.device for tensor in tensors]
         self.rows = rows_of(tensors, self.dim, what)
         self.sizes = _sizes(self.rows, batch.chunks)  # Rows of each microbatch.
         self._wants_grad = tuple(wants_grad)
@@ -107,12 +108,27 @@ class Scatter:
                     "all of it to every microbatch (NoChunk(tensor)), or use chunks=1"
                 )
         if self.dim == 0 or len(self.sizes) == 1:  # No copies are needed.
-            views = [_views(tensor, self.sizes, self.dim) for tensor in tensors]
-            self._parts = list(zip(*views, strict=True))
+            columns: list[Sequence[torch.Tensor]] = []
+            for tensor in tensors:
+                views = tensor.split(self.sizes, self.dim) if len(self.sizes) > 1 else [tensor]
+                is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+                if tensor.is_cuda and is_plain:
+                    # On CUDA, dropout's mask depends on the alignment of its input. A recomputation
+                    # may use an aligned copy of the input, so align all.
+                    views = [view.clone() if view.data_ptr() % 16 else view for view in views]
+                # Detached: autograd forbids layers to modify outputs of split() in place. Not
+                # targets that require a gradient.
+                columns.append(views if tensor.requires_grad else [v.detach() for v in views])
+            self._parts = list(zip(*columns, strict=True))
         else:
             self._parts = split_micro_batches(tensors, batch.chunks, self.dim)
         self.elements = sum([tensor.numel() for tensor in self._parts[0]])  # Of the largest.
-        self._structures: list[Structure | None] = list(batch.structure.cut(self.sizes, device))
+        structure = batch.structure
+        is_single = structure is SINGLE_TENSOR
+        structures = (
+            [structure] * len(self.sizes) if is_single else structure.cut(self.sizes, device)
+        )
+        self._structures: list[Structure | None] = list(structures)
 
     def take(self, m: int) -> Activation:
         """Microbatch ``m``; call once. Drops the references to it, as the output's graph keeps
@@ -125,34 +141,18 @@ class Scatter:
     def joined(self, grads: Sequence[Grads]) -> Grads:
         """The gradients of the whole tensors, from those of the microbatches; without any, None
         for a tensor."""
-        columns = [
-            [part[i] if part and wants else None for part in grads]
-            for i, wants in enumerate(self._wants_grad)
-        ]
-        return tuple([self._joined(column) for column in columns])
-
-    def _joined(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        like = next((part for part in parts if part is not None), None)
-        if like is None:
-            return None
-        before, after = like.shape[: self.dim], like.shape[self.dim + 1 :]
-        present = [
-            like.new_zeros((*before, size, *after)) if part is None else part
-            for part, size in zip(parts, self.sizes, strict=True)
-        ]
-        return torch.cat(present, self.dim)
-
-
-def _views(tensor: torch.Tensor, sizes: list[int], dim: int) -> Sequence[torch.Tensor]:
-    views: Sequence[torch.Tensor] = tensor.split(sizes, dim) if len(sizes) > 1 else [tensor]
-    if tensor.requires_grad:
-        return views  # Targets that require a gradient.
-    if tensor.is_cuda and type(tensor) is torch.Tensor and tensor.layout == torch.strided:
-        # On CUDA, dropout's mask depends on the alignment of its input. A recomputation may use an
-        # aligned copy of the input, so align all.
-        return [view.clone() if view.data_ptr() % 16 else view.detach() for view in views]
-    # Detached: autograd forbids layers to modify outputs of split() in place.
-    return [view.detach() for view in views]
+        result: list[torch.Tensor | None] = [None] * len(self._wants_grad)
+        for i in [i for i, wants in enumerate(self._wants_grad) if wants]:
+            parts = [part[i] if part else None for part in grads]
+            like = next((part for part in parts if part is not None), None)
+            if like is not None:
+                before, after = like.shape[: self.dim], like.shape[self.dim + 1 :]
+                present = [
+                    like.new_zeros((*before, size, *after)) if part is None else part
+                    for part, size in zip(parts, self.sizes, strict=True)
+                ]
+                result[i] = torch.cat(present, self.dim)
+        return tuple(result)
 
 
 def shares(sizes: Sequence[int]) -> list[float]:
@@ -212,10 +212,11 @@ class Outputs:
         self._weights = weights
         self._source = source
         self._parts: dict[int, Activation] = {}
-        self._structure = SINGLE_TENSOR
+        self.structure = SINGLE_TENSOR  # How to build the whole output of its tensors.
+        # Gradients of the whole outputs, None for one without; empty but during a backward.
+        self.whole_grads: Sequence[torch.Tensor | None] = ()
         # Of each output, the entries of each microbatch; None for a scalar.
         self._lengths: list[list[int] | None] = []
-        self._grads: list[Grads] = []
         self.parameter_grads: dict[int, torch.Tensor] = {}
 
     def collect(self, m: int, outputs: Activation) -> None:
@@ -227,14 +228,16 @@ class Outputs:
         parts = [self._parts.pop(m) for m in sorted(self._parts)]
         if not parts:
             return ()
+        first = parts[0].structure
         for m, part in enumerate(parts):
-            if not part.structure.has_same_layout(parts[0].structure):
+            if part.structure is not first and not part.structure.has_same_layout(first):
                 raise ValueError(
                     f"{self._source} returned {len(part.tensors)} tensors for microbatch {m} and "
                     f"{len(parts[0].tensors)} before, or put them together in another way; all "
                     "microbatches must return the same structure"
                 )
-        self._structure = merged([part.structure for part in parts])
+        if first is not SINGLE_TENSOR:
+            self.structure = merged([part.structure for part in parts])
         columns = zip(*[part.wants_grad for part in parts], strict=True)
         self.wants_grad = [any(column) for column in columns]
         return tuple(
@@ -277,22 +280,13 @@ class Outputs:
         self._lengths.append([part.size(dim) for part in parts])
         return torch.cat(parts, dim) if len(parts) > 1 else first
 
-    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The whole output, built of ``tensors``, the result of :meth:`join`."""
-        return self._structure.build(tensors)
-
-    def give(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Keep the gradients of the whole outputs, None for one without, for :meth:`grads`; no
-        longer if ``grads`` is empty."""
-        columns: list[Sequence[torch.Tensor | None]] = []
-        for grad, lengths in zip(grads, self._lengths, strict=False):
-            if grad is None:
-                columns.append([None] * len(self._sizes))
-            elif lengths is None:
-                columns.append([grad * weight for weight in self._weights or ()])
-            else:
-                columns.append(grad.split(lengths, self._dim))
-        self._grads = list(zip(*columns, strict=True))
-
     def grads(self, m: int) -> Grads:
-        return self._grads[m]
+        result: list[torch.Tensor | None] = []
+        for grad, lengths in zip(self.whole_grads, self._lengths, strict=True):
+            if grad is None:
+                result.append(None)
+            elif lengths is None:
+                result.append(grad * (self._weights or ())[m])
+            else:
+                result.append(grad.narrow(self._dim, sum(lengths[:m]), lengths[m]))
+        return tuple(result)

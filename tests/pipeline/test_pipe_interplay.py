@@ -222,20 +222,6 @@ def test_a_weight_with_sparse_and_dense_gradients(sparse_first: bool) -> None:
     torch.testing.assert_close(embedding.weight.grad.to_dense(), expected.to_dense())
 
 
-def test_cached_parametrizations_are_refused_with_gradients() -> None:
-    module = mlp()
-    nn.utils.parametrizations.weight_norm(module[0])
-    pipe = Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=2)
-    x = torch.randn(4, 4, dtype=torch.float64)
-    expected = module(x)
-    with nn.utils.parametrize.cached():
-        with pytest.raises(RuntimeError, match=r"cached\(\) would give every microbatch the"):
-            pipe(x)
-        with torch.no_grad():
-            torch.testing.assert_close(pipe(x), expected)
-    pipe(x).sum().backward()
-
-
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_in_place_operations_that_begin_later(checkpoint: str, execution: str) -> None:
     module = mlp()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipekernels._torch_private import (
-    in_backward,
+    current_backward,
     is_profiler_enabled,
     keeps_graph,
     when_backward_ends,
@@ -72,19 +72,19 @@ class Engine:
         of ``context.MODES``."""
         # A training step may be waiting for a thread that runs a backward, so a forward on such a
         # thread must not wait for the step.
-        turn = NOTHING if in_backward() else self._turns
+        turn = self._turns if current_backward() == -1 else NOTHING
         with _in_pipe(), turn, self.lock:
             run = self._start(GPIPE, batch, checkpoint, trains=False)
             with committed(self.stages.modules) if self.stages.has_deferred_batch_norm else NOTHING:
                 # Alone, the microbatch runs in the caller's graph. Else the pipe is one node in it.
-                if run.is_alone(batch.tensors):
-                    self.recycle(run)
+                if len(run.inputs.sizes) == 1 and run.is_alone(batch.tensors):
+                    self.recycle(run.parameters)
                     return run.run_alone(batch.tensors)
                 if run.parameters is None:
                     tensors = run.forward(batch.tensors)
                 else:
                     tensors = PipeNode.apply(self, run, *batch.tensors, *run.parameters.unique)
-        return run.outputs.build(tensors)
+        return run.outputs.structure.build(tensors)
 
     def train(
         self,
@@ -98,13 +98,13 @@ class Engine:
         with _in_pipe(), self._turns, self.lock, torch.enable_grad():
             run = self._start(schedule, batch, checkpoint, trains=True)
             losses = make_losses(run)
-            waiting = partial(_released, self.lock) if self.stages.with_streams else nullcontext
+            waiting = partial(_released, self.lock) if self.stages.with_streams else None
             with committed(self.stages.modules) if self.stages.has_deferred_batch_norm else NOTHING:
                 grads = run.train(losses, waiting)
                 total = losses.total()
             assert run.parameters is not None
             targets = [*batch.tensors, *run.parameters.unique]
-            self.recycle(run)
+            self.recycle(run.parameters)
             device = (self.stages.with_streams or self.stages.devices)[0]
             wanted = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
             # Accumulated by autograd, so that the parameters' hooks run.
@@ -113,10 +113,15 @@ class Engine:
             torch.autograd.backward(root)
         return total
 
-    def recycle(self, run: MiniBatchRun) -> None:
-        """Keep the parameter copies of a mini-batch that has ended, for reuse."""
-        if run.parameters is not None:
-            self._free_parameters.append(run.parameters)
+    def recycle(self, parameters: Parameters | None, *, in_use: bool = False) -> None:
+        """Keep the parameter copies of a mini-batch that has ended, for reuse, unless another
+        backward may follow. RuntimeError if they have gradients of other backwards."""
+        if parameters is None:
+            return
+        with self.lock:
+            parameters.deny_accumulated()
+        if not in_use:
+            self._free_parameters.append(parameters)
 
     @contextmanager
     def recorded_by(self, timeline: Timeline) -> Iterator[Timeline]:
@@ -127,25 +132,22 @@ class Engine:
         finally:
             self.stages.timeline = outer
 
-    def _current_parameters(self) -> Parameters:
-        """Parameter copies that no other mini-batch has."""
-        # What is known of layers, and plans made by it, holds until layers change, not parameters.
-        if self._layers.changed_stage(with_hooks=True) is not None:
-            self.stages.inspect_layers()
-            self._executions.forget()
-            self._layers = Layers(self.stages.modules)
-        while self._free_parameters:
-            known = self._free_parameters.pop()
-            if known.layers is self._layers and known.is_current():
-                return known
-        return Parameters(self._layers)
-
     def _start(
         self, schedule: Schedule, batch: Batch, checkpoint: str, *, trains: bool
     ) -> MiniBatchRun:
         """Make the next mini-batch."""
         stages = self.stages
-        parameters = self._current_parameters()
+        # What is known of layers, and plans made by it, holds until layers change, not parameters.
+        if self._layers.have_changed(with_hooks=True):
+            stages.inspect_layers()
+            self._executions.forget()
+            self._layers = Layers(stages.modules)
+        # Copies that no other mini-batch has.
+        parameters: Parameters | None = None
+        while parameters is None and self._free_parameters:
+            kept = self._free_parameters.pop()
+            parameters = kept if kept.layers is self._layers and kept.is_current() else None
+        parameters = parameters or Parameters(self._layers)
         enabled = torch.is_grad_enabled()
         wanted = [enabled and tensor.requires_grad for tensor in batch.tensors]
         grad = enabled and (trains or any(wanted) or bool(parameters.unique))
@@ -226,15 +228,8 @@ class PipeNode(torch.autograd.Function):
         with _in_pipe(is_backward=True), ctx.engine.lock:
             found = ctx.run.backward(grads, keep_graph)
             # Autograd may run what a loss has besides the pipe's output after this node.
-            when_backward_ends(partial(_deny_accumulated, ctx.engine.lock, ctx.run.parameters))
-            if not keep_graph:
-                ctx.engine.recycle(ctx.run)
+            when_backward_ends(partial(ctx.engine.recycle, ctx.run.parameters, in_use=keep_graph))
         return (None, None, *found)
-
-
-def _deny_accumulated(lock: threading.RLock, parameters: Parameters) -> None:
-    with lock:
-        parameters.deny_accumulated()
 
 
 class GivenGradients(torch.autograd.Function):

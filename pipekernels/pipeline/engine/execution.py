@@ -81,7 +81,11 @@ class ExecutionPlan:
         same = torch.get_num_threads() == self._threads
         with NOTHING if same else workers.intra_op_threads(self._threads):
             for action in order:
-                result = compute(action, results.pop(action, None))
+                try:
+                    result = compute(action, results.pop(action, None))
+                except Exception as error:
+                    workers.add_note(error, action, self.tasks[action.stage].name)
+                    raise
                 receiver = program.receivers.get(action)
                 if receiver is not None:
                     results[receiver] = result

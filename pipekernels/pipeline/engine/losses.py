@@ -14,7 +14,7 @@ from pipekernels._torch_private import run_backward
 from pipekernels.ops.device_copy import p2p_copy
 from pipekernels.pipeline.engine.entry import PAST_THE_OUTPUT, StageInput
 from pipekernels.pipeline.engine.mini_batch_run import MiniBatchRun
-from pipekernels.pipeline.engine.parameters import add_to
+from pipekernels.pipeline.engine.parameters import added
 from pipekernels.pipeline.microbatch import (
     Activation,
     Batch,
@@ -175,7 +175,8 @@ class Losses:
     ) -> tuple[torch.Tensor | None, ...]:
         grad = grads[i]
         if grad is not None:
-            add_to(self.parameter_grads, key, grad)
+            total = self.parameter_grads
+            total[key] = added(total[key], grad) if key in total else grad
         return (*grads[:i], None, *grads[i + 1 :])  # Nothing for the parameter copy.
 
     def total(self) -> Any:
@@ -190,4 +191,4 @@ class Losses:
         weighted = [self._values[m] * weight for m, weight in enumerate(self._weights)]
         total = torch.stack(weighted).sum()
         extras = self._extras.join()
-        return (total, self._extras.build(extras)) if extras else total
+        return (total, self._extras.structure.build(extras)) if extras else total

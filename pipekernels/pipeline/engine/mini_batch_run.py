@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,18 +20,16 @@ from pipekernels.pipeline.context import (
     checkpointing,
     draw_seed,
     during,
-    preserved,
+    own_state,
     seed_task,
-    without_cast_cache,
 )
 from pipekernels.pipeline.engine.entry import copied_apart
-from pipekernels.pipeline.engine.error_notes import note_backward, note_layer
 from pipekernels.pipeline.engine.execution import ExecutionPlan
 from pipekernels.pipeline.engine.parameters import Parameters, versions
 from pipekernels.pipeline.engine.split_backward import WeightBackward
 from pipekernels.pipeline.engine.stages import Stages
-from pipekernels.pipeline.engine.task import SavedGraph, Task, Values, buffers_now, may_join
-from pipekernels.pipeline.engine.transport import SkipTable, Transport
+from pipekernels.pipeline.engine.task import SavedGraph, Values, buffers_now, may_join
+from pipekernels.pipeline.engine.transport import NO_SKIPS, STILL, SkipTable, Transport
 from pipekernels.pipeline.microbatch import (
     Activation,
     Grads,
@@ -43,11 +41,10 @@ from pipekernels.pipeline.microbatch import (
 from pipekernels.pipeline.nested import merged
 from pipekernels.pipeline.schedule import Action, Program
 
-T = TypeVar("T")
 Compute = Callable[[Action, Any], Any]
 Contexts = Callable[[], AbstractContextManager[Any]]
 
-_AT_ONCE = Program([[Action("B", 0, 0)]])  # Stands for the backwards of all microbatches.
+_AT_ONCE = Program([[Action("B", 0, -1)]])  # Stands for the backwards of all microbatches.
 
 
 class MiniBatchRun:
@@ -97,22 +94,24 @@ class MiniBatchRun:
         # first read takes as long as two small layers.
         self._context: CallerContext | None = None
         # Versions of the parameters after the forward, if backwards recompute.
-        self._parameter_versions: list[list[int]] = []
+        self._parameter_versions: list[int] = []
         self._buffer_values: Values = {}  # As they were before checkpointed forwards.
         self._graphs: list[list[SavedGraph | None]] = [
             [None] * len(inputs.sizes) for _ in self._tasks
         ]
-        self._skips = SkipTable(stages.skips, stages.devices)
+        self._skips = SkipTable(stages.skips, stages.devices) if stages.skips.receiver else NO_SKIPS
         # Makes a context for the time in which autograd runs, on this thread or on another.
-        self._waiting: Contexts = nullcontext
+        self._in_autograd: Contexts = plan.seeding.backward
         self._keep_graph = False  # Whether the present backward is to.
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, microbatch)
         self._input_grads: list[Grads] = []  # By microbatch, in a backward.
         self._released = False  # A backward has freed the graphs.
         self._device = stages.devices[0]  # The current one, with its stream (Transport.phase).
+        self._moves = len({*stages.devices, *inputs.devices}) > 1
         # The last attribute, so that it is destroyed after the graphs: its end releases the
         # buffers that they received.
-        self._transport = Transport(stages.with_streams)
+        copies = self._moves or stages.with_streams
+        self._transport = Transport(stages.with_streams) if copies else STILL
 
     # ---- passes ----------------------------------------------------------------------------------
 
@@ -123,20 +122,16 @@ class MiniBatchRun:
             len(self._tasks) == len(self.inputs.sizes) == 1
             and not self._dropped
             and self._plan.is_fused
+            and not self._moves
             and not self._tasks[0].may_overwrite(given)
-            and all(tensor.device == self.stages.devices[0] for tensor in given)
         )
 
     def run_alone(self, given: Sequence[torch.Tensor]) -> Any:
-        """Run a microbatch that :meth:`is_alone` in the caller's graph; returns its value."""
-        (task,) = self._tasks
+        """Run a microbatch that :meth:`is_alone`, ``given``, in the caller's graph; returns its
+        value."""
         inputs = replace(self.inputs.take(0), tensors=tuple(given))
-        try:
-            with preserved(self.stages.generators), without_cast_cache():
-                outputs, _ = task.forward(inputs, self.seeded, 0, alone=True)
-        except Exception as error:
-            note_layer(error, task.stages, 0, "forward")
-            raise
+        with own_state(self.stages.generators):
+            outputs, _ = self._tasks[0].forward(inputs, self.seeded, 0, alone=True)
         return merged([outputs.structure]).build(copy_if_aliased(outputs.tensors, given))
 
     def forward(self, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -144,10 +139,9 @@ class MiniBatchRun:
         ``given``, as autograd would not know of it."""
         parameters = self.parameters
         with (
-            preserved(self.stages.generators),
+            own_state(self.stages.generators),
             NOTHING if parameters is None else parameters.installed(),
-            self._phase(),
-            without_cast_cache(),
+            self._transport.phase() if self.stages.with_streams else NOTHING,
         ):
             if self._dropped:
                 self._context = CallerContext()
@@ -155,7 +149,7 @@ class MiniBatchRun:
             with self._observed(program, self._forward, ends=parameters is None) as compute:
                 self._plan.run(program, compute)
         if parameters is not None and self._dropped:
-            self._parameter_versions = parameters.versions()
+            self._parameter_versions = versions(parameters.tensors)
         # Joined outputs are new tensors; that of a single microbatch is the layers' own.
         whole = self.outputs.join()
         return whole if len(self.inputs.sizes) > 1 else copy_if_aliased(whole, given)
@@ -179,30 +173,47 @@ class MiniBatchRun:
                 "this is the second backward through a pipe's output, and the first one freed "
                 "the graphs of its stages; pass retain_graph=True to the first"
             )
+        parameters = self.parameters
+        assert parameters is not None
         self._released = not keep_graph  # As autograd frees what it keeps for other nodes.
         self._keep_graph = keep_graph
+        self.outputs.whole_grads = grads
         compute: Compute = self._backward
         program = self._plan.program.backwards
         if self._plan.is_fused and not self._dropped and may_join(self._graphs[0]):
             compute, program = self._backward_at_once, _AT_ONCE  # Autograd is entered once.
-        self.outputs.give(grads)
-        # Streams as in the forward. Layers that run again need their parameter copies.
-        with self._phase(), self._restored() if self._dropped else NOTHING:
-            return self._gradients(program, compute)
+        # Streams as in the forward.
+        with self._transport.phase() if self.stages.with_streams else NOTHING:
+            if not self._dropped:
+                return self._gradients(program, compute)
+            change = ""
+            if parameters.layers.have_changed():
+                change = "layers, their modes, or which parameters they have, were changed"
+            elif versions(parameters.tensors) != self._parameter_versions:
+                change = "parameters were modified in place"
+            if change:
+                raise RuntimeError(
+                    f"the pipe is to recompute stages, but {change} after their forward; do that "
+                    "after the backward, or use checkpoint='never'"
+                )
+            # Layers that run again need their parameter copies, and may write to them.
+            with own_state(self.stages.generators), parameters.installed():
+                found = self._gradients(program, compute)
+            self._parameter_versions = versions(parameters.tensors)
+            return found
 
-    def train(self, losses: OutputConsumer, waiting: Contexts) -> list[torch.Tensor | None]:
+    def train(self, losses: OutputConsumer, waiting: Contexts | None) -> list[torch.Tensor | None]:
         """Run the whole program, with ``losses`` between forwards and backwards; returns as
         :meth:`backward`. Autograd runs, on this thread or another, in contexts of ``waiting``."""
         assert self.parameters is not None
-        self._waiting = waiting
+        self._in_autograd = waiting or self._in_autograd
         self._consumer, self._trains = losses, True
-        with without_cast_cache():
+        with own_state(self.stages.generators):
             self._context = CallerContext()  # For forwards on any thread.
             # Backwards run without the caller's autocast, as autograd's do; forwards apply it.
             with (
                 self._context.without_autocast(),
-                self._phase(),
-                preserved(self.stages.generators),
+                self._transport.phase() if self.stages.with_streams else NOTHING,
                 self.parameters.installed(),
             ):
                 return self._gradients(self._plan.program, self._action)
@@ -211,6 +222,7 @@ class MiniBatchRun:
     def _observed(self, program: Program, compute: Compute, *, ends: bool) -> Iterator[Compute]:
         """Yield ``compute``, shown by the timeline and the profiler, for the body, which runs
         ``program``; time the body. ``ends`` says whether the mini-batch has then ended."""
+        self._device = self.stages.devices[0]
         timeline = self.stages.timeline
         recorded: AbstractContextManager[Any] = NOTHING
         # A fused task has no stages to show: the timeline began after its forward.
@@ -226,39 +238,13 @@ class MiniBatchRun:
         if ends and self._record is not None:
             self._record(self._seconds)
 
-    def _phase(self) -> AbstractContextManager[None]:
-        """A context for a forward or a backward."""
-        self._device = self.stages.devices[0]
-        return self._transport.phase() if self.stages.with_streams else NOTHING
-
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
-        """Have layers use their parameter copies in recomputations, in the body. RuntimeError if
-        what a recomputation needs has changed."""
-        assert self.parameters is not None
-        change = "its layers, their modes, or which parameters they have, were changed"
-        stage = self.parameters.layers.changed_stage()
-        if stage is None:
-            change = "its parameters were modified in place"
-            pairs = zip(self.parameters.versions(), self._parameter_versions, strict=True)
-            stage = next((i for i, (now, before) in enumerate(pairs) if now != before), None)
-        if stage is not None:
-            raise RuntimeError(
-                f"stage {stage} is to be recomputed, but {change} after its forward; do that after "
-                "the backward, or use checkpoint='never'"
-            )
-        # The cache is off as in the forward, whose settings recomputations have.
-        with preserved(self.stages.generators), self.parameters.installed(), without_cast_cache():
-            yield
-        # Layers may write to their parameters, and another backward may follow.
-        self._parameter_versions = self.parameters.versions()
-
     def _gradients(self, program: Program, compute: Compute) -> list[torch.Tensor | None]:
         """Run ``program``, which has backwards; returns the gradients of the inputs, then those of
         the parameters."""
-        assert self.parameters is not None
+        parameters = self.parameters
+        assert parameters is not None
         # Left by a backward that began past the pipe's output, in a graph that layers have kept.
-        self.parameters.deny_accumulated()
+        parameters.deny_accumulated()
         self._input_grads = [()] * len(self.inputs.sizes)
         try:
             with self._observed(program, compute, ends=True) as observed:
@@ -268,14 +254,16 @@ class MiniBatchRun:
                 for m in range(len(self.inputs.sizes)):
                     self._transport.receive((-1, m, True))
             of_losses = self._consumer.parameter_grads
-            return [*self.inputs.joined(self._input_grads), *self.parameters.accumulated(of_losses)]
+            return [*self.inputs.joined(self._input_grads), *parameters.accumulated(of_losses)]
+        except BaseException:
+            parameters.drop_accumulated()
+            raise
         finally:
             # After a failure too: nothing may leak into the next backward.
             self._second_parts.clear()
-            self._skips.forget_grads()
+            self._skips.grads.clear()
             self._input_grads = []
-            self.outputs.give(())
-            self.parameters.drop_accumulated()
+            self.outputs.whole_grads = ()
 
     def seeded(self, stage: int, m: int) -> AbstractContextManager[Any]:
         """A context for a forward or its recomputation, made and entered on its thread: both get
@@ -304,7 +292,8 @@ class MiniBatchRun:
             self._device = task.device
             streams.make_device_current(task.device)
         if inputs is None:
-            inputs = self._send(self.inputs.take(m), stage, m)
+            inputs = self.inputs.take(m)
+            inputs = self._send(inputs, stage, m) if self._moves else inputs
         # 1, 2. A copied skip arrives with the inputs, so copies are waited for after both.
         if task.received_skips:
             inputs = inputs.with_skips(self._skips.take(task.received_skips, m))
@@ -312,18 +301,25 @@ class MiniBatchRun:
             self._transport.receive((stage, m, False))
         # 3. What a recomputation must find again is noted before layers can change it.
         before = versions(inputs.tensors) if dropped else []
-        buffers = buffers_now(task.layers, self._buffer_values) if dropped else []
-        try:
-            with during(checkpointing) if dropped else NOTHING:
-                outputs, graph = task.forward(
-                    inputs, self.seeded, m, parameters=self.parameters, preserve=dropped
-                )
-        except Exception as error:
-            note_layer(error, task.stages, m, "forward")
-            raise
+        has_buffers = dropped and any(layer._buffers for layer in task.layers)
+        buffers = buffers_now(task.layers, self._buffer_values) if has_buffers else []
+        with during(checkpointing) if dropped else NOTHING:
+            outputs, graph = task.forward(
+                inputs, self.seeded, m, parameters=self.parameters, preserve=dropped
+            )
         if dropped:
-            graph.keep_only(inputs, before)
-            graph.buffers = buffers
+            # The graph was made all the same: it says which outputs want gradients, and torch has
+            # other kernels without one, whose bits differ (of LSTMs, of attention).
+            nodes = graph.node_types()
+            graph = replace(
+                graph,
+                leaves=(),
+                roots=(),
+                inputs=inputs,
+                versions=before,
+                nodes=nodes,
+                buffers=buffers,
+            )
         if any(outputs.wants_grad):
             self._graphs[stage][m] = graph
         # Layers may return their input, and what gets that may write to it: the next stage, the
@@ -341,7 +337,7 @@ class MiniBatchRun:
             with self.seeded(len(self.stages.modules), m) if self._trains else NOTHING:
                 self._consumer.collect(m, outputs)
             return None
-        return self._send(outputs, stage + 1, m)
+        return self._send(outputs, stage + 1, m) if self._moves else outputs
 
     def _backward(self, action: Action, grads: Grads | None) -> Grads:
         """Run a stage's backward, whole or a part, on the gradients of its outputs, None if the
@@ -354,13 +350,14 @@ class MiniBatchRun:
         if part == "W":
             second_part = self._second_parts.pop((stage, m), None)
             if second_part is not None:
-                self._autograd(task, m, partial(second_part, self._keep_graph))
+                with self._in_autograd():
+                    second_part(self._keep_graph)
             return ()
         # 5. Gradients of the outputs, from the stage after or from the consumer.
         if (stage, m, True) in self._transport.pending:
             self._transport.receive((stage, m, True))
         if grads is None:
-            with self._waiting(), self._plan.seeding.backward():
+            with self._in_autograd():
                 grads = self._consumer.grads(m)
         graph = self._graphs[stage][m]
         if not self._keep_graph:
@@ -373,17 +370,20 @@ class MiniBatchRun:
             grads = (*grads, *self._skips.take_grads(graph.sent, m))
         if all(grad is None for grad in grads):
             return ()
-        # 3. A checkpointed stage runs its layers again first.
+        # 3. A checkpointed stage runs its layers again first, with the forward's autocast and other
+        # settings: this may be another thread.
         if graph.inputs is not None:
-            graph = self._recompute(graph, stage, m)
-        if part == "I":
-            compute = partial(task.backward_of_inputs, graph, grads, keep_graph=self._keep_graph)
-            result, second_part = self._autograd(task, m, compute)
-            if second_part is not None:
-                self._second_parts[stage, m] = second_part
-        else:
-            whole = partial(task.backward, [graph], [grads], keep_graph=self._keep_graph)
-            (result,) = self._autograd(task, m, whole)
+            assert self._context is not None and self.parameters is not None
+            shown = partial(in_profile, "recomputation stage %d, microbatch %d", stage, m)
+            with self._context.applied(), shown() if is_profiler_enabled() else NOTHING:
+                graph = task.recompute(graph, self.seeded, m, self.parameters)
+        with self._in_autograd():
+            if part == "I":
+                result, second_part = task.backward_of_inputs(graph, grads, self._keep_graph)
+                if second_part is not None:
+                    self._second_parts[stage, m] = second_part
+            else:
+                (result,) = task.backward([graph], [grads], self._keep_graph)
         # 2, 1. Gradients of skips and inputs leave for the stages that sent them.
         if graph.received:
             n = len(result) - len(graph.received)
@@ -402,35 +402,13 @@ class MiniBatchRun:
         graphs = {m: graph for m, graph in enumerate(self._graphs[0]) if graph is not None}
         if not self._keep_graph:
             self._graphs[0] = []
-        (task,), grads = self._tasks, [self._consumer.grads(m) for m in graphs]
-        compute = partial(task.backward, [*graphs.values()], grads, keep_graph=self._keep_graph)
-        results = self._autograd(task, None, compute)
+        grads = [self._consumer.grads(m) for m in graphs]
+        with self._in_autograd():
+            results = self._tasks[0].backward([*graphs.values()], grads, self._keep_graph)
         for (m, graph), result in zip(graphs.items(), results, strict=True):
             if graph.sources:
                 result = self._transport.send(result, graph.sources, (-1, m, True))
             self._input_grads[m] = result
-
-    def _autograd(self, task: Task, m: int | None, compute: Callable[[], T]) -> T:
-        """Call ``compute``, which runs autograd on graphs of microbatch ``m``, of all if None."""
-        try:
-            with self._waiting(), self._plan.seeding.backward():
-                return compute()
-        except Exception as error:
-            note_backward(error, task.stages, m)
-            raise
-
-    def _recompute(self, graph: SavedGraph, stage: int, m: int) -> SavedGraph:
-        """The graph of a second forward on the inputs of ``graph``."""
-        # With the forward's autocast and other settings: this may be another thread.
-        task, context = self._tasks[stage], self._context
-        assert context is not None and self.parameters is not None
-        try:
-            shown = partial(in_profile, "recomputation stage %d, microbatch %d", stage, m)
-            with context.applied(), shown() if is_profiler_enabled() else NOTHING:
-                return task.recompute(graph, self.seeded, m, self.parameters)
-        except Exception as error:
-            note_layer(error, task.stages, m, "recomputation")
-            raise
 
     def _send(self, value: Activation, stage: int, m: int) -> Activation:
         """Start copying ``value`` to the device of ``stage``, if it is on another one."""

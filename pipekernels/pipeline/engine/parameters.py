@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipekernels._torch_private import are_parametrizations_cached
 from pipekernels.pipeline.engine.entry import PAST_THE_OUTPUT
 
 Owner = dict[str, nn.Parameter | None]
@@ -44,43 +42,32 @@ class Layers:
         every = [list(stage.modules()) for stage in stages]
         # Of each layer, its dict, and a copy that keeps the parameters and so their ids.
         self.parameters = [[(x._parameters, {**x._parameters}) for x in stage] for stage in every]
-        self._states = [[_state(layer) for layer in stage] for stage in every]
+        self._layers = [layer for stage in every for layer in stage]
+        self._classes = [*map(type, self._layers)]
+        self._modes = [layer.training for layer in self._layers]
+        self._children = [[*layer._modules.values()] for layer in self._layers]
+        # Keys of hooks, which are never used again.
+        self._hooks = [[*x._forward_pre_hooks, *x._forward_hooks] for x in self._layers]
+        self._names = [[*layer._parameters.keys()] for layer in self._layers]
+        self._ids = [[*map(id, layer._parameters.values())] for layer in self._layers]
+        self._identities = [[*map(identity, x._parameters.values())] for x in self._layers]
 
-    def changed_stage(self, *, with_hooks: bool = False) -> int | None:
-        """The first stage whose layers, modes or parameters have changed, or ``with_hooks`` also
-        its hooks, which recomputations may have others of; None if there is none. Without calls, as
-        every mini-batch asks."""
-        for stage, states in enumerate(self._states):
-            for layer, layer_class, training, hooks, children, names, ids, identities in states:
-                own = layer._parameters
-                before, after = hooks
-                if (
-                    layer.training is not training
-                    or type(layer) is not layer_class
-                    or bool(layer._forward_pre_hooks) is not bool(before)
-                    # Keys, which are never used again.
-                    or (with_hooks and [*layer._forward_pre_hooks] != before)
-                    or (with_hooks and [*layer._forward_hooks] != after)
-                    or [*layer._modules.values()] != children
-                    or [*own.keys()] != names
-                    # The copies of another mini-batch may be there, inside whose backward
-                    # autograd's thread has begun this one; they have the same identities.
-                    or ([*map(id, own.values())] != ids)
-                    and [*map(identity, own.values())] != identities
-                ):
-                    return stage
-        return None
-
-
-Ids = list[int]
-State = tuple[nn.Module, type, bool, tuple[Ids, Ids], list[Any], list[str], Ids, Ids]
-
-
-def _state(layer: nn.Module) -> State:
-    own, children = layer._parameters, [*layer._modules.values()]
-    ids, identities = [*map(id, own.values())], [*map(identity, own.values())]
-    hooks = [*layer._forward_pre_hooks], [*layer._forward_hooks]
-    return layer, type(layer), layer.training, hooks, children, [*own.keys()], ids, identities
+    def have_changed(self, *, with_hooks: bool = False) -> bool:
+        """Whether layers, their modes or their parameters have changed, or ``with_hooks`` also
+        their hooks, which recomputations may have others of."""
+        layers = self._layers
+        return (
+            [layer.training for layer in layers] != self._modes
+            or [*map(type, layers)] != self._classes
+            or [[*layer._modules.values()] for layer in layers] != self._children
+            or with_hooks
+            and [[*x._forward_pre_hooks, *x._forward_hooks] for x in layers] != self._hooks
+            or [[*layer._parameters.keys()] for layer in layers] != self._names
+            # The copies of another mini-batch may be there, inside whose backward autograd's thread
+            # has begun this one; they have the same identities.
+            or [[*map(id, layer._parameters.values())] for layer in layers] != self._ids
+            and [[*map(identity, x._parameters.values())] for x in layers] != self._identities
+        )
 
 
 class Parameters:
@@ -89,11 +76,12 @@ class Parameters:
 
     Attributes:
         unique: the trainable parameters, each once.
+        tensors: these and the frozen ones, as layers have them while the copies are installed.
     """
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
-        self._frozen: list[list[nn.Parameter]] = []  # By stage.
+        self._frozen: list[nn.Parameter] = []
         # By stage, and by id of the parameter: it and its copy. Stages that share a parameter have
         # a copy each, so that no two workers accumulate into one.
         self._pairs: list[dict[int, tuple[nn.Parameter, nn.Parameter]]] = []
@@ -101,28 +89,27 @@ class Parameters:
         self._entries: list[tuple[Owner, str, nn.Parameter, nn.Parameter]] = []
         for stage in layers.parameters:
             pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-            frozen = []
             for owner, named in stage:
                 for name, parameter in named.items():
                     if parameter is None:
                         continue
                     if not parameter.requires_grad:
-                        frozen.append(parameter)
+                        self._frozen.append(parameter)
                         continue
                     # Layers of one stage that share a parameter share the copy: they run in turn.
                     if id(parameter) not in pairs:
                         pairs[id(parameter)] = parameter, _make_copy(parameter)
                     self._entries.append((owner, name, *pairs[id(parameter)]))
             self._pairs.append(pairs)
-            self._frozen.append(frozen)
         by_id = {key: pair[0] for pairs in self._pairs for key, pair in pairs.items()}
         self.unique = list(by_id.values())
+        self.tensors = [*self._frozen, *(copy for _, _, _, copy in self._entries)]
         # Of each parameter whose copy has the same memory; module.to(dtype) changes it.
         self._memory = [(p, p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.unique]
 
     def is_current(self) -> bool:
         """Whether an object made now of the same layers would be the same."""
-        for parameter in chain.from_iterable(self._frozen):
+        for parameter in self._frozen:
             if parameter.requires_grad:
                 return False
         for parameter, address, dtype, shape, stride in self._memory:
@@ -136,22 +123,10 @@ class Parameters:
                 return False
         return True
 
-    def versions(self) -> list[list[int]]:
-        """The version counters of all parameters, by stage."""
-        stages = zip(self._pairs, self._frozen, strict=True)
-        return [versions([*(copy for _, copy in own.values()), *frozen]) for own, frozen in stages]
-
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Put the copies into the layers in the body. Afterwards the layers get back what they had:
-        parameters, copies of another run, or what the user has put there since. RuntimeError in
-        ``parametrize.cached()``, whose values belong to one graph."""
-        if are_parametrizations_cached():
-            raise RuntimeError(
-                "torch.nn.utils.parametrize.cached() would give every microbatch the graph of the "
-                "first; leave it away around forwards and backwards of a pipe, or evaluate under "
-                "no_grad()"
-            )
+        parameters, copies of another run, or what the user has put there since."""
         # Another mini-batch may have installed its copies (Engine): they come back at the end.
         before = [owner[name] for owner, name, _, _ in self._entries]
         addresses = [copy.data_ptr() for _, _, _, copy in self._entries]
@@ -170,17 +145,16 @@ class Parameters:
         """By id of each copy, that of its parameter."""
         return {id(copy): key for pairs in self._pairs for key, (_, copy) in pairs.items()}
 
-    def drop_accumulated(self) -> bool:
-        """Drop what backwards other than the stages' have accumulated; returns whether there was
-        anything."""
-        accumulated = [copy for _, _, _, copy in self._entries if copy.grad is not None]
-        for copy in accumulated:
+    def drop_accumulated(self) -> None:
+        """Drop what the copies have accumulated."""
+        for _, _, _, copy in self._entries:
             copy.grad = None
-        return bool(accumulated)
 
     def deny_accumulated(self) -> None:
-        """As :meth:`drop_accumulated`; a RuntimeError if there was anything."""
-        if self.drop_accumulated():
+        """RuntimeError if backwards other than the stages' have accumulated anything, which is
+        dropped."""
+        if any(copy.grad is not None for _, _, _, copy in self._entries):
+            self.drop_accumulated()
             raise RuntimeError(PAST_THE_OUTPUT)
 
     def accumulated(self, of_losses: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
@@ -192,20 +166,16 @@ class Parameters:
                 # Taken: a mini-batch that reuses the copy must find no gradient there.
                 grad, copy.grad = copy.grad, None
                 if grad is not None:
-                    add_to(total, key, grad)
+                    total[key] = added(total[key], grad) if key in total else grad
         for key, grad in of_losses.items():
-            add_to(total, key, grad)
+            total[key] = added(total[key], grad) if key in total else grad
         return [total.get(id(parameter)) for parameter in self.unique]
 
 
-def add_to(total: dict[int, torch.Tensor], key: int, grad: torch.Tensor) -> None:
-    """Add a gradient, sparse or dense, to that of ``key``."""
-    earlier = total.get(key)
-    if earlier is None:
-        total[key] = grad
-    else:
-        # torch can add a sparse tensor to a dense one, not the other way round.
-        total[key] = grad.add(earlier) if earlier.is_sparse else earlier.add(grad)
+def added(earlier: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The sum of two gradients, sparse or dense."""
+    # torch can add a sparse tensor to a dense one, not the other way round.
+    return grad.add(earlier) if earlier.is_sparse else earlier.add(grad)
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -14,7 +14,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipekernels._torch_private import PythonNode, run_backward
 from pipekernels.pipeline.context import NOTHING, during, recomputing
 from pipekernels.pipeline.engine.entry import StageInput, copy_of
-from pipekernels.pipeline.engine.error_notes import name_of
 from pipekernels.pipeline.engine.parameters import Parameters, versions
 from pipekernels.pipeline.engine.split_backward import WeightBackward, backward_of_inputs
 from pipekernels.pipeline.microbatch import Activation, Grads
@@ -30,44 +29,43 @@ Values = dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Buffer(NamedTuple):
-    """A buffer that requires no gradient: graphs must use the others themselves, not copies."""
-
     owner: dict[str, Any]  # The `_buffers` of its layer.
     name: str
-    buffer: torch.Tensor
     value: torch.Tensor
 
 
-def _buffers(layers: Sequence[nn.Module]) -> Iterator[Buffer]:
-    for layer in layers:
-        for name, buffer in layer._buffers.items():
-            if buffer is not None and not buffer.requires_grad:
-                yield Buffer(layer._buffers, name, buffer, buffer)
+def _buffers(layers: Sequence[nn.Module]) -> list[Buffer]:
+    """Those that require no gradient: graphs must use the others themselves, not copies."""
+    return [
+        Buffer(layer._buffers, name, value)
+        for layer in layers
+        for name, value in layer._buffers.items()
+        if value is not None and not value.requires_grad
+    ]
 
 
 def buffers_now(layers: Sequence[nn.Module], values: Values) -> list[Buffer]:
-    """The buffers of ``layers`` with their present values. Copies are added to ``values``, where
+    """The buffers of ``layers`` with copies of their present values, from ``values``, where
     microbatches share them."""
-    found = []
-    for each in _buffers(layers):
-        key = id(each.buffer), versions([each.buffer])[0]
+    found = _buffers(layers)
+    keys = [(id(each.value), versions([each.value])[0]) for each in found]
+    for key, each in zip(keys, found, strict=True):
         if key not in values:
-            values[key] = each.buffer, each.buffer.clone()
-        found.append(each._replace(value=values[key][1]))
-    return found
+            values[key] = each.value, each.value.clone()
+    return [each._replace(value=values[key][1]) for key, each in zip(keys, found, strict=True)]
 
 
 @contextmanager
 def buffers_of_forward(layers: Sequence[nn.Module], saved: Sequence[Buffer]) -> Iterator[None]:
     """Have ``layers`` use copies of their buffers in the body, with the values of ``saved``, before
     the forward, which has already updated the buffers."""
-    replaced = {(id(each.owner), each.name): each for each in _buffers(layers)}
-    replaced |= {(id(each.owner), each.name): each for each in saved if each.name in each.owner}
-    present = [(owner, name, owner[name]) for owner, name, _, _ in replaced.values()]
+    values = {(id(owner), name): value for owner, name, value in saved}
+    present = _buffers(layers)
     copies: dict[int, torch.Tensor] = {}  # Layers may share buffers.
     try:
-        for owner, name, buffer, value in replaced.values():
-            owner[name] = copies.setdefault(id(buffer), value.clone())
+        for owner, name, buffer in present:
+            value = values.get((id(owner), name), buffer)
+            owner[name] = copies.setdefault(id(value), value.clone())
         yield
     finally:
         for owner, name, buffer in present:
@@ -111,13 +109,6 @@ class SavedGraph:
                 types.append(type(node))
                 stack += [child for child, _ in node.next_functions if child is not None]
         return types
-
-    def keep_only(self, inputs: Activation, versions: Sequence[int]) -> None:
-        """Drop the graph, which a recomputation on ``inputs`` will make again."""
-        # It was made all the same: it says which outputs want gradients, and torch has other
-        # kernels without one, whose bits differ (of LSTMs, of attention).
-        self.inputs, self.versions, self.nodes = inputs, versions, self.node_types()
-        self.leaves = self.roots = ()
 
 
 def may_join(graphs: Sequence[SavedGraph | None]) -> bool:
@@ -185,6 +176,8 @@ class Task:
         sent: Sequence[Key] = (),
     ) -> None:
         self.stages = list(enumerate(stages, first))
+        last = first + len(stages) - 1
+        self.name = f"stage {first}" if first == last else f"stages {first} to {last}"
         self.device = device
         self.received_skips = tuple(received)
         self.sent_skips = tuple(sent)
@@ -303,12 +296,14 @@ class Task:
                 "use checkpoint='never'"
             )
         # The previous stage's inputs may share memory with these, and another recomputation follow.
-        with during(recomputing), buffers_of_forward(self.layers, graph.buffers):
+        has_buffers = any(layer._buffers for layer in self.layers)
+        replaced = buffers_of_forward(self.layers, graph.buffers) if has_buffers else NOTHING
+        with during(recomputing), replaced:
             _, recomputed = self.forward(inputs, seeded, m, parameters=parameters, preserve=True)
         nodes = recomputed.node_types()
         if nodes != graph.nodes:
             raise RuntimeError(
-                f"the recomputation of {name_of(self.stages)} made a graph of {len(nodes)} nodes "
+                f"the recomputation of {self.name} made a graph of {len(nodes)} nodes "
                 f"that differs from that of its forward, of {len(graph.nodes)}: a layer "
                 "chooses what it computes by something that changes between the two; choose by "
                 "the inputs or by numbers of torch's default generators, or use checkpoint='never'"
@@ -316,7 +311,7 @@ class Task:
         return recomputed
 
     def backward(
-        self, graphs: Sequence[SavedGraph], grads: Sequence[Grads], *, keep_graph: bool
+        self, graphs: Sequence[SavedGraph], grads: Sequence[Grads], keep_graph: bool
     ) -> list[Grads]:
         """Accumulate into the parameter copies; returns the gradients of each graph's inputs, given
         those of its outputs. Autograd takes the latest forward first."""
@@ -335,7 +330,7 @@ class Task:
         return results
 
     def backward_of_inputs(
-        self, graph: SavedGraph, grads: Grads, *, keep_graph: bool
+        self, graph: SavedGraph, grads: Grads, keep_graph: bool
     ) -> tuple[Grads, WeightBackward | None]:
         """Run the backward's first part; returns the gradients of the inputs and the second part,
         which accumulates into the parameter copies. It is None if the whole backward was run."""
@@ -350,7 +345,7 @@ class Task:
                 result = tuple(graph.grads)
                 graph.grads.clear()
                 return result, second_part
-        return self.backward([graph], [grads], keep_graph=keep_graph)[0], None
+        return self.backward([graph], [grads], keep_graph)[0], None
 
 
 def _spread(stage: nn.Sequential, value: Arguments) -> Any:

@@ -129,7 +129,7 @@ class SkipTable:
         self._versions: dict[tuple[Key, int], int] = {}  # of those that want a gradient
         # Devices of skips before they were copied to another; their gradients are copied back.
         self._source_devices: dict[tuple[Key, int], torch.device] = {}
-        self._grads: dict[tuple[Key, int], torch.Tensor | None] = {}
+        self.grads: dict[tuple[Key, int], torch.Tensor | None] = {}  # Those of a backward.
 
     def leave(self, skips: Skips, m: int, transport: Transport) -> None:
         """Keep skips of microbatch ``m`` for the stages that pop them."""
@@ -168,12 +168,14 @@ class SkipTable:
             device = self._source_devices.get((key, m))
             if device is not None:
                 (grad,) = transport.send([grad], [device], (self._routes.sender[key], m, True))
-            self._grads[key, m] = grad
+            self.grads[key, m] = grad
 
     def take_grads(self, keys: Sequence[Key], m: int) -> list[torch.Tensor | None]:
         """The gradients of ``keys``, None for a skip without one."""
-        return [self._grads.pop((key, m), None) for key in keys]
+        return [self.grads.pop((key, m), None) for key in keys]
 
-    def forget_grads(self) -> None:
-        """Drop what a backward that has ended left."""
-        self._grads.clear()
+
+STILL = Transport(())
+"""Moves nothing: of mini-batches on one device without streams."""
+
+NO_SKIPS = SkipTable(SkipRoutes(()), ())

@@ -51,6 +51,16 @@ def intra_op_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def add_note(error: Exception, action: Action, stage: str) -> None:
+    """Say in a note (PEP 678) that ``action``, of ``stage``, has raised ``error``."""
+    what = "forward" if action.type == "F" else "backward"
+    m = "several microbatches" if action.micro_batch < 0 else f"microbatch {action.micro_batch}"
+    note = f"raised in the {what} of {stage}, {m} of a pipe"
+    # BaseException.add_note() needs Python 3.11. A layer may raise one object repeatedly.
+    notes = vars(error).setdefault("__notes__", [])
+    notes += {note}.difference(notes)
+
+
 def run_program(program: Program, compute: Callable[[Action, Any], Any], threads: int) -> None:
     """Run each lane of ``program`` on its own thread, the last one on the calling thread, with so
     many intra-op ``threads``; ``compute`` is as for ``ExecutionPlan.run``. When an action raises,
@@ -70,6 +80,7 @@ def run_program(program: Program, compute: Callable[[Action, Any], Any], threads
             inbox.put(None)  # Wakes the worker that waits.
 
     def run_lane(actions: Sequence[Action]) -> None:
+        action: Action | None = None
         try:
             # Both settings are per thread. Nothing restores them: the next lane sets its own.
             if torch.get_num_threads() != threads:
@@ -87,6 +98,8 @@ def run_program(program: Program, compute: Callable[[Action, Any], Any], threads
                     if receiver is not None:
                         inboxes[receiver].put(result)
         except BaseException as error:  # noqa: BLE001 - raised again on the calling thread
+            if action is not None and isinstance(error, Exception):
+                add_note(error, action, f"stage {action.stage}")
             fail(error)
 
     # The last lane, which returns the outputs or computes the loss, runs on the calling thread.

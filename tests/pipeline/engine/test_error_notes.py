@@ -1,11 +1,11 @@
-"""Errors of layers inside a pipe get a note that names the layer; otherwise they are unchanged."""
+"""Errors of layers inside a pipe get a note that names the stage; otherwise they are unchanged."""
 
 import traceback
 from typing import Any
 
 import pytest
 import torch
-from support.pipes import Pipe, on_cpus
+from support.pipes import Pipe
 from torch import nn
 
 from pipekernels.pipeline.context import is_recomputing
@@ -68,39 +68,25 @@ def pipe_with(layer: nn.Module, checkpoint: str = "never", **options: Any) -> Pi
     return Pipe(module, checkpoint=checkpoint, **options)
 
 
-WHERE = "layer '2' (Sequential), stage 1, microbatch 2 of a pipe"
-
-
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize(
     ("when", "checkpoint"),
-    [("forward", "never"), ("forward", "always"), ("recomputation", "always")],
+    [
+        *(("forward", "never"), ("forward", "always"), ("recomputation", "always")),
+        *(("hook", "always"), ("backward", "always")),
+    ],
 )
-def test_a_layer_is_named(when: str, checkpoint: str, train: bool, execution: str) -> None:
+def test_a_stage_is_named(when: str, checkpoint: str, train: bool, execution: str) -> None:
     error = failed(pipe_with(Fails(when), checkpoint), train=train)
-    assert error.__notes__ == [f"raised in the {when} of {WHERE}"]
+    what = "forward" if when == "forward" else "backward"
+    stages = "stages 0 to 1" if execution == "inline" else "stage 1"
+    assert error.__notes__ == [f"raised in the {what} of {stages}, microbatch 2 of a pipe"]
     if hasattr(error, "add_note"):
         assert error.__notes__[0] in "".join(traceback.format_exception(error))
 
 
-@pytest.mark.parametrize("train", [False, True])
-def test_in_a_backward_the_layer_is_named_where_it_is_known(train: bool, execution: str) -> None:
-    """Inline, one backward goes through all microbatches."""
-    m = "several microbatches" if execution == "inline" else "microbatch 2"
-    error = failed(pipe_with(Fails("hook")))
-    assert error.__notes__ == [
-        f"raised in the backward of layer '2' (Sequential), stage 1, {m} of a pipe"
-    ]
-    error = failed(pipe_with(Fails("backward")))
-    stages = "stages 0 to 1" if execution == "inline" else "stage 1"
-    assert error.__notes__ == [f"raised in the backward of {stages}, {m} of a pipe"]
-    error = failed(pipe_with(Fails("backward"), "always"), train=train)
-    assert error.__notes__ == [f"raised in the backward of {stages}, microbatch 2 of a pipe"]
-
-
-def test_a_layer_that_occurs_twice(execution: str) -> None:
-    layer = Fails("forward")
-    pipe = on_cpus(nn.Sequential(layer, nn.Identity(), layer), [3], chunks=4)
-    (note,) = failed(pipe).__notes__
-    where = "layer '0' or '2' (Fails), stage 0, microbatch 2 of a pipe"
-    assert note == f"raised in the forward of {where}"
+def test_one_backward_goes_through_all_microbatches() -> None:
+    """Inline, if none is recomputed."""
+    error = failed(pipe_with(Fails("hook"), execution="inline"))
+    note = "raised in the backward of stages 0 to 1, several microbatches of a pipe"
+    assert error.__notes__ == [note]
