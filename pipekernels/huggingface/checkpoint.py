@@ -1,8 +1,7 @@
-"""The tensors of a checkpoint: a folder of safetensors files, read slice by slice.
+"""The tensors of a checkpoint, a folder of safetensors files, by the names that a model has.
 
-A checkpoint is a mapping of names to functions, each of which opens a tensor for reading by slices
-(``get_shape``, ``get_dtype``, ``[...]``), as safetensors does. A format that keeps a tensor of the
-model in several tensors is a class with these methods, such as :class:`Stacked`.
+Each is a :class:`Source`. A layout that keeps a tensor of the model in several tensors is a
+subclass, such as :class:`Stacked` and the classes of ``formats``.
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-Slice: TypeAlias = Callable[[], Any]  # Gives safetensors' slice of a whole tensor.
+from pipekernels.huggingface.formats import with_weights
+from pipekernels.huggingface.sources import FileTensor, Source, Stacked
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -28,10 +26,13 @@ _DISTRIBUTED = "shard-*-model-*-of-*.safetensors"  # from_pretrained prefers the
 _PART = re.compile(r"(.+)\.[a-z_]*(scale|block|quant|absmax|zero)[a-z_]*(\..+)?")
 
 
-def checkpoint_for(model: nn.Module, folder: Path) -> dict[str, Slice]:
+def checkpoint_for(model: nn.Module, folder: Path) -> dict[str, Source]:
     """Every tensor of the files in ``folder``, by its name there and by those that transformers
     gives it in ``model``; raises as :func:`load_pretrained`."""
-    files = _slices(folder)
+    files = _tensors(folder)
+    config = _fields(folder / "config.json").get("quantization_config")
+    if config:
+        files = with_weights(files, config)
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return files
@@ -50,29 +51,25 @@ def checkpoint_for(model: nn.Module, folder: Path) -> dict[str, Slice]:
     return {**_stacked(renamed, transforms), **renamed, **files}
 
 
-def _slices(folder: Path) -> dict[str, Slice]:
+def _tensors(folder: Path) -> dict[str, Source]:
     """Every tensor of the files."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError("load_pretrained needs safetensors: pip install safetensors") from error
-    places: dict[str, str] = {}
+    tensors: dict[str, Source] = {}
     for name in _files_in(folder):
         try:
             with safe_open(folder / name, framework="pt") as file:
-                places |= dict.fromkeys(file.keys(), name)
+                found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+                for key, part in found.items():
+                    shape, dtype = part.get_shape(), part.get_dtype()
+                    tensors[key] = FileTensor(folder / name, key, shape, dtype)
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{folder / name} is not a file of safetensors: {error}; copy it there again"
             ) from error
-
-    # Each opens its file anew: what was read of a mapped file is memory of this process until the
-    # mapping ends, with the last slice or view of it.
-    def slice_of(key: str, name: str) -> Any:
-        with safe_open(folder / name, framework="pt") as file:
-            return file.get_slice(key)
-
-    return {key: partial(slice_of, key, name) for key, name in places.items()}
+    return tensors
 
 
 def _files_in(folder: Path) -> list[str]:
@@ -128,65 +125,20 @@ def _beside(path: Path, field: str, names: Iterable[Any]) -> list[str]:
 
 
 def check_not_quantized(
-    folder: Path, files: Mapping[str, Slice], keys: Sequence[str | None]
+    folder: Path, files: Mapping[str, Source], keys: Sequence[str | None]
 ) -> None:
-    """Raise ValueError if the files hold weights that are no values by themselves: the
-    configuration beside them says so, or a tensor is a part of another, such as its scale."""
-    fields = _fields(folder / "config.json")
-    found = "quantization_config" if fields.get("quantization_config") else None
-    for key in files if found is None else ():
+    """Raise ValueError if a tensor of ``files`` is a part of another, such as its scale."""
+    for key in files:
         part = None if key in keys else _PART.fullmatch(key)
         if part is not None and (part[1] in keys or f"{part[1]}.weight" in keys):
-            found = key
-            break
-    if found is not None:
-        raise ValueError(
-            f"the weights in {folder} are quantized: they have {found!r}, and load_pretrained "
-            "applies no scales; load the model by from_pretrained with dequantize=True in its "
-            "quantization config, and shard it then"
-        )
+            raise ValueError(
+                f"the weights in {folder} are quantized: they have {key!r}, which belongs to no "
+                "format that load_pretrained reads; load the model by from_pretrained with "
+                "dequantize=True in its quantization config, and shard it then"
+            )
 
 
-class Stacked:
-    """``[experts, rows, columns]``, read like a slice of safetensors: only the requested part.
-
-    Args:
-        fused: for each of the matrices that are joined along the rows, such as gate and up, its
-            tensors ``[rows, columns]`` by expert.
-    """
-
-    def __init__(self, fused: list[list[Slice]]) -> None:
-        self._fused = fused
-        self._rows = [matrix[0]().get_shape()[0] for matrix in fused]
-        self._columns = fused[0][0]().get_shape()[1]
-
-    def get_shape(self) -> list[int]:
-        """Experts, rows and columns."""
-        return [len(self._fused[0]), sum(self._rows), self._columns]
-
-    def get_dtype(self) -> str:
-        """The dtype of the first, by safetensors' name."""
-        return str(self._fused[0][0]().get_dtype())
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """Read a range of each dimension; of dimensions that ``index`` leaves out, all."""
-        given = index if isinstance(index, tuple) else ()
-        ranges = [*given, *[slice(None)] * (3 - len(given))]
-        experts, rows, columns = (
-            range(size)[part] for part, size in zip(ranges, self.get_shape(), strict=True)
-        )
-        own_columns = slice(columns.start, columns.stop)
-        stacked, start = [], 0
-        for matrix, size in zip(self._fused, self._rows, strict=True):
-            begin, end = max(rows.start, start), min(rows.stop, start + size)
-            if begin < end:
-                own_rows = slice(begin - start, end - start)
-                stacked.append(torch.stack([matrix[e]()[own_rows, own_columns] for e in experts]))
-            start += size
-        return torch.cat(stacked, 1)
-
-
-def _stacked(files: Mapping[str, Slice], transforms: Iterable[Any]) -> dict[str, Slice]:
+def _stacked(files: Mapping[str, Source], transforms: Iterable[Any]) -> dict[str, Source]:
     """The tensors that transformers makes of several of ``files`` by stacking, by their names in a
     model. Those that it makes otherwise are left out.
 
@@ -194,9 +146,9 @@ def _stacked(files: Mapping[str, Slice], transforms: Iterable[Any]) -> dict[str,
         files: by their names in the model, where these differ only.
         transforms: of transformers' mapping for the model.
     """
-    found: dict[str, Slice] = {}
+    found: dict[str, Source] = {}
     for transform in filter(_stacks, transforms):
-        parts: dict[str, dict[str, dict[int, Slice]]] = defaultdict(lambda: defaultdict(dict))
+        parts: dict[str, dict[str, dict[int, Source]]] = defaultdict(lambda: defaultdict(dict))
         for key, tensor in files.items():
             name, source = transform.rename_source_key(key)
             if source is not None:
@@ -208,7 +160,7 @@ def _stacked(files: Mapping[str, Slice], transforms: Iterable[Any]) -> dict[str,
             fused = [by_source[source] for source in transform.source_patterns]
             if all(sorted(matrix) == list(range(len(fused[0]))) for matrix in fused):
                 own = [[matrix[i] for i in range(len(matrix))] for matrix in fused]
-                found[name] = partial(Stacked, own)
+                found[name] = Stacked(own)
     return found
 
 

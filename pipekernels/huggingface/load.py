@@ -11,10 +11,19 @@ from torch import Tensor, nn
 
 from pipekernels._arguments import check_kind
 from pipekernels._torch_private import non_persistent_buffers
-from pipekernels.huggingface.checkpoint import Slice, check_not_quantized, checkpoint_for
+from pipekernels.huggingface.checkpoint import check_not_quantized, checkpoint_for
+from pipekernels.huggingface.formats import QuantizedIntegers
 from pipekernels.huggingface.pretrained import raised_on_all
+from pipekernels.huggingface.sources import Source
 from pipekernels.tensor_parallel.data_parallel import distributed_like
-from pipekernels.tensor_parallel.integers.quantize import Quantization, check_finite
+from pipekernels.tensor_parallel.experts import ParallelExperts
+from pipekernels.tensor_parallel.integers.layers import StoredFormat
+from pipekernels.tensor_parallel.integers.quantize import (
+    Quantization,
+    can_have_integers,
+    check_finite,
+    rounding,
+)
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # Of these, a conversion is a value of the other dtype.
@@ -33,6 +42,9 @@ def load_pretrained(
     (:doc:`/guides/transformers`). A collective over the ranks of the sharded layers: what one rank
     raises, all raise, with its rank.
 
+    Of quantized checkpoints (GPTQ, AWQ, compressed-tensors) sharded linear layers and experts get
+    the integers as they are, for inference, and other layers floats; of float8 in blocks, all do.
+
     Args:
         model: a transformers model, or any module whose state dict has the names in the files.
             Parameters and buffers may be on the meta device. They keep their dtypes.
@@ -42,16 +54,16 @@ def load_pretrained(
         device: receives what is on the meta device; the rest stays where it is.
         bits, group_size: as for :func:`pipekernels.tensor_parallel.quantize_weights`, which this
             does for each layer when it has been read, so that no rank ever holds the whole model
-            in floats. None: no quantization.
+            in floats; weights of quantized checkpoints are rounded again. None: no rounding.
 
     Raises:
         FileNotFoundError: there are only files of other formats or variants, or a file that the
             index names is missing.
         ValueError: a file or the index is malformed, or the index names files of other folders;
             the files lack a parameter or persistent buffer of the model, or have one of another
-            shape, or of integers or float8 in place of floats; the weights are quantized (load
-            them by ``from_pretrained`` and shard the model then); or the value of another buffer
-            is not known. The model is then unchanged on all ranks.
+            shape, or of integers or float8 in place of floats; the weights are quantized in an
+            unknown format, or so that a layer cannot take them; or the value of another buffer is
+            not known. The model is then unchanged on all ranks.
         ImportError: safetensors is not installed.
         RuntimeError: a rank of several has another error, such as of reading.
     """
@@ -59,33 +71,35 @@ def load_pretrained(
     check_kind("folder", folder, (str, Path), "a path")
     # All checks come first, on all ranks: the model is to stay unchanged if one fails.
     with raised_on_all(model):
-        sources = _sources(model, Path(folder))
+        files = checkpoint_for(model, Path(folder))
+        sources = _sources(model, Path(folder), files)
         computed = _computed_buffers(model, device)
-        quantization = None if bits is None else Quantization(model, bits, group_size)
-    if quantization is not None:
-        _load_quantized(model, sources, device, quantization)
-    else:
-        with raised_on_all(model):
-            _load(sources, device)
+        if bits is None:
+            quantization = Quantization(model, _stored_formats(model, files, device))
+        else:
+            quantization = rounding(model, bits, group_size)
+    _load_layers(model, sources, device, quantization, rounds=bits is not None)
     for module, buffers in computed:
         module._buffers.update(buffers)
 
 
 @torch.no_grad()
-def _load(sources: Iterable[tuple[_Target, Slice]], device: torch.device | str) -> None:
+def _load(sources: Iterable[tuple[_Target, Source]], device: torch.device | str) -> None:
     for target, source in sources:
-        target.put(target.read(source()), device)
+        target.put(target.read(source), device)
 
 
-def _load_quantized(
+def _load_layers(
     model: nn.Module,
-    sources: list[tuple[_Target, Slice]],
+    sources: list[tuple[_Target, Source]],
     device: torch.device | str,
     quantization: Quantization,
+    rounds: bool,
 ) -> None:
-    """Load the layers that stay in floats, then each of the others, and quantize it at once."""
-    own: dict[nn.Module, list[tuple[_Target, Slice]]] = {x: [] for x in quantization.layers}
-    others: list[tuple[_Target, Slice]] = []
+    """Load the layers that stay in floats, then each of the others, and quantize it at once, unless
+    it reads its integers itself."""
+    own: dict[nn.Module, list[tuple[_Target, Source]]] = {x: [] for x in quantization.layers}
+    others: list[tuple[_Target, Source]] = []
     for target, source in sources:
         owner = target.owners[0][0]
         # A head that shares its weight with an embedding gets its own.
@@ -94,21 +108,57 @@ def _load_quantized(
     with raised_on_all(model):
         _load(others, device)
     for layer, parts in own.items():
+        stored: nn.Module | None = None
         with raised_on_all(model):
-            _load(parts, device)
-            check_finite(layer)
-        quantization.replace({layer: quantization.made_of(layer)})
+            if rounds:
+                _load(parts, device)
+                check_finite(layer)
+            else:
+                _load(((t, source) for t, source in parts if "bias" in t.owners[0][1]), device)
+                stored = quantization.made_of(layer)
+        quantization.replace({layer: stored or quantization.made_of(layer)})
         parts.clear()
         layer._parameters = {}  # Of floats, which the list of sources refers to.
-    model.requires_grad_(False)
+    if own:
+        model.requires_grad_(False)
 
 
-def _sources(model: nn.Module, folder: Path) -> list[tuple[_Target, Slice]]:
+def _stored_formats(
+    model: nn.Module, files: Mapping[str, Source], device: torch.device | str
+) -> dict[nn.Module, StoredFormat]:
+    """Of the layers whose weights are integers in the files. ValueError if a layer has several."""
+    formats: dict[nn.Module, StoredFormat] = {}
+    for prefix, layer in model.named_modules():
+        if not can_have_integers(layer):
+            continue
+        names = [layer.first, "down_proj"] if isinstance(layer, ParallelExperts) else ["weight"]
+        keys = [_key_of([f"{prefix}.{name}".removeprefix(".")], files, model) for name in names]
+        found: list[Any] = [files[key] for key in keys if key]
+        matrices = [each for source in found for each in getattr(source, "matrices", [source])]
+        if not any(isinstance(each, QuantizedIntegers) for each in matrices):
+            continue
+        layouts = {getattr(each, "layout", None) for each in matrices}
+        if len(layouts) > 1:
+            raise ValueError(
+                f"{layer._described()} has matrices of several formats in the files, {layouts}; "
+                "pass bits=8 or bits=4, which rounds weights again"
+            )
+        bits, group, has_zero = matrices[0].layout
+        kinds = ("weight", "scale", "zero") if has_zero else ("weight", "scale")
+        pieces = [{kind: source.piece(kind) for kind in kinds} for source in found]
+        sources = dict(zip(names, pieces, strict=True))
+        order = next((each.order for each in matrices if each.order is not None), None)
+        formats[layer] = StoredFormat(bits, group, sources, order, device)
+    return formats
+
+
+def _sources(
+    model: nn.Module, folder: Path, files: Mapping[str, Source]
+) -> list[tuple[_Target, Source]]:
     """What is to be loaded, and from where; raises as :func:`load_pretrained`."""
-    files = checkpoint_for(model, folder)
-    keys = [(target, _key_of(target, files, model)) for target in _targets(model)]
+    keys = [(target, _key_of(target.names, files, model)) for target in _targets(model)]
     check_not_quantized(folder, files, [key for _, key in keys])
-    problems = [target.problem(files[key]() if key else None) for target, key in keys]
+    problems = [target.problem(files[key] if key else None) for target, key in keys]
     if problems := [problem for problem in problems if problem]:
         shown = "; ".join(problems[:8]) + ("; ..." if len(problems) > 8 else "")
         raise ValueError(
@@ -134,30 +184,29 @@ class _Target(NamedTuple):
             return layer, name
         return None
 
-    def problem(self, file: Any) -> str | None:
-        """Why the value cannot be that of ``file``, a tensor in a file, if there is one."""
+    def problem(self, source: Source | None) -> str | None:
+        """Why the value cannot be that of ``source``, if there is one."""
         name, tensor = self.names[0], self.tensor
-        if file is None:
+        if source is None:
             return f"they lack {name!r}"
-        full, shape = tuple(tensor.shape), tuple(file.get_shape())
+        full, shape = tuple(tensor.shape), source.shape
         if self.shard is not None:
             layer, parameter = self.shard
             full = layer.full_shape(parameter)
         if shape != full:
             return f"{name!r} has the shape {full}, in the files {shape}"
-        dtype = file.get_dtype()
+        dtype = source.dtype
         is_byte = dtype.startswith("F8") and tensor.element_size() == 1
         if tensor.is_floating_point() and dtype not in _FLOATS and not is_byte:
             return f"{name!r} has the dtype {tensor.dtype}, in the files {dtype} without a scale"
         return None
 
-    def read(self, file: Any) -> Tensor:
-        """This rank's part of a tensor in a file, perhaps a view of the mapped file."""
+    def read(self, source: Source) -> Tensor:
+        """This rank's part of ``source``, perhaps a view of a mapped file."""
         if self.shard is None:
-            whole: Tensor = file[...]
-            return whole
+            return source[...]
         layer, name = self.shard
-        return layer._part(name, file)
+        return layer._part(name, source)
 
     def put(self, value: Tensor, device: torch.device | str) -> None:
         """Set the value; on the meta device, by a new tensor with memory of its own."""
@@ -184,11 +233,9 @@ def _targets(model: nn.Module) -> list[_Target]:
     return list(targets.values())
 
 
-def _key_of(target: _Target, files: Mapping[str, Slice], model: nn.Module) -> str | None:
+def _key_of(names: list[str], files: Mapping[str, Source], model: nn.Module) -> str | None:
     base = f"{getattr(model, 'base_model_prefix', '')}."
-    candidates = [
-        key for name in target.names for key in (name, name.removeprefix(base), base + name)
-    ]
+    candidates = [key for name in names for key in (name, name.removeprefix(base), base + name)]
     return next((key for key in candidates if key in files), None)
 
 

@@ -343,7 +343,10 @@ def test_buffers_without_a_value_are_refused(tmp_path: Path) -> None:
         ({"0.input_scale": torch.ones(1)}, "quantized: they have '0.input_scale'"),
         ({"0.weight.quant_state.nf4": torch.ones(1)}, "quantized: they have '0.weight.quant_state"),
         ({"1.scale": torch.ones(1)}, "loaded"),
-        ({"config": {"quant_method": "fp8"}}, "quantized: they have 'quantization_config'"),
+        (
+            {"config": {"quant_method": "hqq"}},
+            "quantized: 'quantization_config' has quant_method='hqq'",
+        ),
     ],
 )
 def test_quantized_weights_are_not_taken_for_values(

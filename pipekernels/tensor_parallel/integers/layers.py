@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 from pipekernels.comm import Communicator
 from pipekernels.ops.weights import IntegerWeight, Weight
 from pipekernels.ops.weights.integers import (
+    STEP,
     Integers,
     pack_scale,
     pack_weight,
+    pack_zero,
     rounded,
     unpack_scale,
     unpack_weight,
+    unpack_zero,
 )
 from pipekernels.tensor_parallel.experts import ParallelExperts
 from pipekernels.tensor_parallel.functional import Heads, shard_spans
@@ -31,8 +35,9 @@ from pipekernels.tensor_parallel.linear import (
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 
-class Format(NamedTuple):
-    """Of the integers of a layer.
+@dataclass(frozen=True)
+class Format:
+    """Of the integers of a layer, which are rounded from floats.
 
     Attributes:
         bits: 8 or 4.
@@ -41,6 +46,7 @@ class Format(NamedTuple):
 
     bits: int
     group: int | None
+    remedy: ClassVar[str] = "pass a group_size, a multiple of 32, that does, or bits=8 without one"
 
     def check(self, layer: ShardedLinear | ParallelExperts) -> None:
         """Raise ValueError unless groups divide the input features of each rank."""
@@ -56,21 +62,63 @@ class Format(NamedTuple):
         if cut:
             raise ValueError(
                 f"{layer._described()} has {cut[0]} input features on a rank, which groups of "
-                f"{self.group} do not divide; pass a group_size, a multiple of 32, that does, or "
-                "bits=8 without one"
+                f"{self.group} do not divide; {self.remedy}"
             )
 
     def groups(self, features: int) -> int:
         """Of a row of ``features`` elements."""
         return 1 if self.group is None else features // self.group
 
-    def integers(self, weight: Tensor, comm: Communicator | None) -> Integers:
-        """``weight``, ``[..., n, k]``; the ranks of ``comm`` hold the other parts of ``k``, and
-        call this together if a group is a row."""
+    def integers(
+        self, layer: Any, name: str, weight: Tensor, comm: Communicator | None
+    ) -> Integers:
+        """Of ``weight``, ``[..., n, k]``, parameter ``name`` of ``layer``; the ranks of ``comm``
+        hold the other parts of ``k``, and call this together if a group is a row."""
         largest = None
         if comm is not None and self.group is None:
             largest = comm.all_reduce(weight.abs().amax(-1, keepdim=True).float(), "max")
         return rounded(weight, self.bits, self.group, largest)
+
+
+@dataclass(frozen=True)
+class StoredFormat(Format):
+    """Of integers that are read from a checkpoint.
+
+    Attributes:
+        sources: by the name of the layer's parameter, of each field of :class:`Integers` what
+            :meth:`ShardedLayer._part` reads it from.
+        order: see :class:`IntegerLinear`.
+        device: of the integers of a layer on the meta device.
+    """
+
+    sources: Mapping[str, Mapping[str, Any]]
+    order: Tensor | None
+    device: torch.device | str
+    remedy: ClassVar[str] = (
+        "use fewer ranks, or pass bits=8 or bits=4, which rounds the weights again"
+    )
+
+    def check(self, layer: ShardedLinear | ParallelExperts) -> None:
+        if self.group is not None and self.group % STEP:
+            raise ValueError(
+                f"{layer._described()} has integers in groups of {self.group} in the files, and "
+                f"layers take multiples of {STEP}; pass bits=8 or bits=4, which rounds them again"
+            )
+        is_cut = isinstance(layer, RowParallelLinear) and layer.input_is_parallel
+        has_parts = isinstance(layer, ParallelExperts) or (is_cut and layer.world_size > 1)
+        if self.order is not None and has_parts:
+            raise ValueError(
+                f"{layer._described()} has integers in act-order (desc_act) in the files, whose "
+                f"groups are of input features of several ranks or experts; {self.remedy}"
+            )
+        super().check(layer)
+
+    def integers(
+        self, layer: Any, name: str, weight: Tensor, comm: Communicator | None
+    ) -> Integers:
+        device = self.device if weight.is_meta else weight.device
+        fields = {kind: layer._part(name, each) for kind, each in self.sources[name].items()}
+        return Integers(**{kind: each.to(device) for kind, each in fields.items()})
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
@@ -96,25 +144,41 @@ class _IntegerLayer(ShardedLayer):
         vars(self).update(vars(copy.copy(layer)), _parameters={})
         self.is_transposed, self.was_transposed = False, layer.is_transposed
         self.scales = scales
+        self.zeros = {name: scale.replace("scale", "zero") for name, scale in scales.items()}
         self.format = format
         self.float_dtype: torch.dtype = layer.get_parameter(next(iter(scales))).dtype
         # If a scale is that of a row, all ranks that have a part of it have the same.
-        self._replicated = [] if format.group else [scales[name] for name in cut]
-        # Of each matrix and its scale, n and k of this rank's part.
+        whole = [each[name] for name in cut for each in (scales, self.zeros)]
+        self._replicated = [] if format.group else whole
+        # Of each matrix, its scale and its zero, n and k of this rank's part.
         self._own: dict[str, tuple[int, int]] = {}
         for name, parameter in layer._parameters.items():
             if name not in scales:
                 self.register_parameter(name, parameter)
                 continue
             weight = parameter.detach().mT if self.was_transposed else parameter.detach()
-            self._own[name] = self._own[scales[name]] = weight.shape[-2], weight.shape[-1]
-            integers = format.integers(weight, self.comm if name in cut else None)
+            for own in (name, scales[name], self.zeros[name]):
+                self._own[own] = weight.shape[-2], weight.shape[-1]
+            integers = format.integers(layer, name, weight, self.comm if name in cut else None)
             self.register_parameter(name, _frozen(pack_weight(integers.weight, format.bits)))
             self.register_parameter(scales[name], _frozen(pack_scale(integers.scale)))
+            if integers.zero is not None:
+                zero = pack_zero(integers.zero, format.bits)
+                self.register_parameter(self.zeros[name], _frozen(zero))
 
     def gather(self, name: str, part: Tensor) -> Tensor:
+        if isinstance(self.format, StoredFormat) and name in self._own:
+            raise TypeError(
+                f"{self._described()} has the integers of a checkpoint, whose files are the full "
+                "state; copy these, or call tensor_unparallelize() first, which gives floats"
+            )
+        return self._gathered(name, part)
+
+    def _gathered(self, name: str, part: Tensor) -> Tensor:
         if name in self.scales:
             part = unpack_weight(part, *self._own[name])
+        elif name in self.zeros.values():
+            part = unpack_zero(part, self._own[name][0], self.format.bits)
         elif name in self._own:
             part = unpack_scale(part, self._own[name][0])
         return part if name in self._replicated else super().gather(name, part)
@@ -123,6 +187,8 @@ class _IntegerLayer(ShardedLayer):
         part = full[...] if name in self._replicated else super()._part(name, full)
         if name in self.scales:
             return pack_weight(part, self.format.bits)
+        if name in self.zeros.values():
+            return pack_zero(part, self.format.bits)
         return pack_scale(part) if name in self._own else part
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -136,15 +202,22 @@ class _IntegerLayer(ShardedLayer):
         return self
 
     def _full_parameters(self) -> dict[str, nn.Parameter]:
-        state = self.full_state_dict()
+        state = {name: p.detach() for name, p in self._plain_parameters().items()}
+        state = {
+            name: self._gathered(name, each) if name in self.shard_dims else each.clone()
+            for name, each in state.items()
+        }
+        order = state.pop("order", None)
         for name, scale in self.scales.items():
-            weight = Integers(state[name], state.pop(scale)).floats(self.float_dtype)
+            integers = Integers(state[name], state.pop(scale), state.pop(self.zeros[name], None))
+            weight = integers.floats(self.float_dtype)
+            weight = weight if order is None else weight[:, order.argsort()]
             state[name] = weight.mT.contiguous() if self.was_transposed else weight
         return {name: _frozen(value) for name, value in state.items()}
 
     def _weight_of(self, name: str) -> Weight:
-        scale = self._parameters[self.scales[name]]
-        return IntegerWeight(self.get_parameter(name), self._own[name][0], scale)
+        scale, zero = self._parameters[self.scales[name]], self._parameters.get(self.zeros[name])
+        return IntegerWeight(self.get_parameter(name), self._own[name][0], scale, zero)
 
     def reset_parameters(self) -> None:
         """Raises: weights of integers are made from floats."""
@@ -161,21 +234,27 @@ class IntegerLinear(_IntegerLayer, LinearLayer):
 
     Attributes:
         weight, scale: in the kernel's order; :meth:`full_state_dict` has them in plain order.
+        zero: as these; there only if a checkpoint has zeros.
+        order: int64 ``[in_features]``, the input feature of each column; None: as they are.
         bias: as that of ``layer``.
 
     The forward takes and gives the shapes of ``layer``, of any floating dtype.
     """
 
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "scale", "bias")
+    order: nn.Parameter | None
 
     def __init__(self, layer: ShardedLinear, format: Format) -> None:
         self.is_row = isinstance(layer, RowParallelLinear)
         super().__init__(layer, {"weight": "scale"}, ["weight"] if self.is_row else [], format)
-        names = ("weight", "scale") if self.is_row else self.parameter_names
+        names = ("weight", "scale", "zero", *(() if self.is_row else ("bias",)))
         self.shard_dims = dict.fromkeys(names, int(self.is_row))  # type: ignore[misc]
+        order = format.order if isinstance(format, StoredFormat) else None
+        own = None if order is None else _frozen(order.to(self.get_parameter("weight").device))
+        self.register_parameter("order", own)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        if name == "scale":
+        if name in ("scale", "zero"):
             return self.out_features, self.format.groups(self.in_features)
         return super().full_shape(name)
 
@@ -194,6 +273,9 @@ class IntegerLinear(_IntegerLayer, LinearLayer):
 
     def forward(self, x: Tensor) -> Any:
         """Apply the layer to ``x``."""
+        if self.order is not None:
+            self._check_input(x, self.order, self.in_features)
+            x = x[..., self.order]
         return forward_row(self, x) if self.is_row else forward_column(self, x)
 
 
@@ -218,7 +300,8 @@ class IntegerExperts(_IntegerLayer, ParallelExperts):
         }
         for name, scale in scales.items():
             experts, n, k = self._full_shapes[name]
-            self._full_shapes[scale] = experts, n, format.groups(k)
+            shape = experts, n, format.groups(k)
+            self._full_shapes[scale] = self._full_shapes[self.zeros[name]] = shape
         self.shard_dims = self._sharded_dims()  # type: ignore[misc]
         template = copy.copy(layer._template[0])
         template._parameters = self._parameters
@@ -228,10 +311,11 @@ class IntegerExperts(_IntegerLayer, ParallelExperts):
         dims = super()._sharded_dims()
         if self.expert_parallel:
             return dims
-        return dims | {f"{self.first}_scale": 1, "down_proj_scale": 2}
+        own = {self.first: 1, "down_proj": 2}
+        return dims | {f"{name}_{kind}": own[name] for name in own for kind in ("scale", "zero")}
 
     def _layout(self, name: str) -> tuple[Sequence[int], Heads | None]:
-        if name == "down_proj_scale" and not self.expert_parallel:
+        if name in ("down_proj_scale", "down_proj_zero") and not self.expert_parallel:
             return self.full_shape(name)[2:], None
         return super()._layout(name)
 

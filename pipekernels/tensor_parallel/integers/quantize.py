@@ -38,43 +38,47 @@ def quantize_weights(model: Model, *, bits: int = 8, group_size: int | None = No
             experts; a layer has ``invariant=True``, input features of a rank that groups do not
             divide, or weights that are not finite. The model is then unchanged.
     """
-    quantization = Quantization(model, bits, group_size)
+    quantization = rounding(model, bits, group_size)
     _check_finite(quantization.layers)
     # New layers, so that nothing has changed if one cannot be made; they replace the old at once.
     quantization.replace({layer: quantization.made_of(layer) for layer in quantization.layers})
     return model.requires_grad_(False)
 
 
+def rounding(model: nn.Module, bits: int, group_size: int | None) -> Quantization:
+    """Of all weights that can be integers. For arguments and errors see :func:`quantize_weights`;
+    values of weights are not looked at."""
+    check_kind("model", model, nn.Module, "an nn.Module")
+    if bits not in (8, 4):
+        raise ValueError(f"bits must be 8 or 4, got {bits!r}")
+    group = 32 if bits == 4 and group_size is None else group_size
+    if group is not None and (type(group) is not int or group < 32 or group % 32):
+        raise ValueError(f"group_size must be a multiple of 32, or None, got {group_size!r}")
+    layers = [layer for layer in sharded_layers(model) if can_have_integers(layer)]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no sharded linear layers or experts in floats; call "
+            "tensor_parallelize() first"
+        )
+    return Quantization(model, dict.fromkeys(layers, Format(bits, group)))
+
+
+def can_have_integers(layer: nn.Module) -> bool:
+    """Whether it is sharded, and has weights of floats that could be integers."""
+    if isinstance(layer, ParallelExperts):
+        return layer.is_routed and type(layer) is not IntegerExperts
+    return isinstance(layer, ShardedLinear)
+
+
 class Quantization:
-    """The quantization of a model: which layers, and to what. For arguments and errors see
-    :func:`quantize_weights`; values of weights are not looked at.
+    """Layers of a model whose weights become integers, each in its format. TypeError and ValueError
+    if one cannot, as for :func:`quantize_weights`."""
 
-    Attributes:
-        layers: whose weights become integers.
-    """
-
-    def __init__(self, model: nn.Module, bits: int, group_size: int | None) -> None:
-        check_kind("model", model, nn.Module, "an nn.Module")
-        if bits not in (8, 4):
-            raise ValueError(f"bits must be 8 or 4, got {bits!r}")
-        group = 32 if bits == 4 and group_size is None else group_size
-        if group is not None and (type(group) is not int or group < 32 or group % 32):
-            raise ValueError(f"group_size must be a multiple of 32, or None, got {group_size!r}")
+    def __init__(self, model: nn.Module, formats: Mapping[Any, Format]) -> None:
         self._model = model
-        self._format = Format(bits, group)
-        found: list[Any] = [
-            layer
-            for layer in sharded_layers(model)
-            if isinstance(layer, ShardedLinear)
-            or (isinstance(layer, ParallelExperts) and layer.is_routed)
-        ]
-        self.layers = [layer for layer in found if type(layer) is not IntegerExperts]
-        if not self.layers:
-            raise ValueError(
-                f"{type(model).__name__} has no sharded linear layers or experts in floats; call "
-                "tensor_parallelize() first"
-            )
-        for layer in self.layers:
+        self._formats = formats
+        self.layers: list[Any] = list(formats)
+        for layer, format in formats.items():
             if layer.invariant:
                 raise ValueError(
                     f"{layer._described()} has invariant=True, which does not support weights of "
@@ -82,14 +86,13 @@ class Quantization:
                 )
             if is_hooked(layer):
                 raise TypeError(f"{layer._described()} has hooks, which would be lost; {REMEDY}")
-            self._format.check(layer)
+            format.check(layer)
 
     def made_of(self, layer: Any) -> ShardedLayer:
         """``layer`` with weights of integers. Collective if ranks share rows whose scales are
         theirs."""
-        if isinstance(layer, ShardedLinear):
-            return IntegerLinear(layer, self._format)
-        return IntegerExperts(layer, self._format)
+        made = IntegerLinear if isinstance(layer, ShardedLinear) else IntegerExperts
+        return made(layer, self._formats[layer])
 
     def replace(self, replaced: Mapping[nn.Module, nn.Module]) -> None:
         """Put new modules in the place of old ones."""
