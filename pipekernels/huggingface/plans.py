@@ -21,7 +21,7 @@ from pipekernels.huggingface.generation import (
     warn_of_attentions,
 )
 from pipekernels.huggingface.pretrained import resize_token_embeddings, save_pretrained
-from pipekernels.tensor_parallel.changes import add_forward_pre_hook, set_attribute
+from pipekernels.tensor_parallel.changes import note_hook, set_attribute
 from pipekernels.tensor_parallel.full_layer import is_experts
 from pipekernels.tensor_parallel.functional import Heads
 from pipekernels.tensor_parallel.plan.kinds import EXPERTS, GATHERED, Kind, kinds_by_name, parse
@@ -61,7 +61,7 @@ class Transformers(PlanProvider):
                         set_attribute(module, name, MethodType(method, module))
         base = base_of(model)
         if hasattr(getattr(base, "config", None), "output_attentions") and sharded_layers(base):
-            add_forward_pre_hook(base, warn_of_attentions, with_kwargs=True)
+            note_hook(base, base.register_forward_pre_hook(warn_of_attentions, with_kwargs=True))
 
 
 def _plan_of(model: Any) -> ShardingPlan | None:

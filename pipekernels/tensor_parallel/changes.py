@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-_NOTED = "_pipekernels_changes"
+_NOTED, _HOOKS = "_pipekernels_changes", "forward hooks"
 _ABSENT = ("absent",)
 
 
@@ -18,25 +19,18 @@ def set_attribute(module: nn.Module, name: str, value: object) -> None:
     setattr(module, name, value)
 
 
-def add_forward_pre_hook(module: nn.Module, hook: Any, *, with_kwargs: bool = False) -> None:
-    """``module.register_forward_pre_hook``. If ``hook`` has a method ``release``, it is called with
-    the module when the hook is removed."""
-    handle = module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
-    vars(module).setdefault(_NOTED, {}).setdefault("_forward_pre_hooks", []).append(handle.id)
-
-
-def add_forward_hook(module: nn.Module, hook: Any, *, always_call: bool = False) -> None:
-    """``module.register_forward_hook``."""
-    handle = module.register_forward_hook(hook, always_call=always_call)
-    vars(module).setdefault(_NOTED, {}).setdefault("_forward_hooks", []).append(handle.id)
+def note_hook(module: nn.Module, handle: RemovableHandle) -> None:
+    """Note a forward hook or pre-hook of ``module``, which its registration has given. If the hook
+    has a method ``release``, it is called with the module when the hook is removed."""
+    vars(module).setdefault(_NOTED, {}).setdefault(_HOOKS, []).append(handle.id)
 
 
 def undo_changes(module: nn.Module) -> None:
     """Undo what the functions above did to ``module``."""
     noted = vars(module).pop(_NOTED, {})
-    for hooks in ("_forward_pre_hooks", "_forward_hooks"):
-        for key in noted.pop(hooks, ()):
-            hook = getattr(module, hooks).pop(key)
+    for key in noted.pop(_HOOKS, ()):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            hook: Any = hooks.pop(key, None)  # Keys are those of all hooks of the process.
             if hasattr(hook, "release"):
                 hook.release(module)
     for name, before in noted.items():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipekernels._torch_private import current_node, has_hooks
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
+from pipekernels.tensor_parallel.changes import note_hook
 from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans
 from pipekernels.tensor_parallel.invariant.exact_sums import exact_gradients
 
@@ -52,9 +52,9 @@ def sum_gradients(module: nn.Module, comm: Communicator, invariant: bool) -> Non
     hook: Any = hook_parameters
     hook.release = release
     hook(module)
-    add_forward_pre_hook(module, hook)
+    note_hook(module, module.register_forward_pre_hook(hook))
     if exact_sum is not None:
-        add_forward_hook(module, exact_sum)
+        note_hook(module, module.register_forward_hook(exact_sum))
 
 
 def split_output(module: nn.Module, comm: Communicator, heads: Heads | None) -> None:
@@ -63,7 +63,7 @@ def split_output(module: nn.Module, comm: Communicator, heads: Heads | None) -> 
     def own_part(module: nn.Module, args: object, output: Tensor) -> Tensor:
         return output.narrow(-1, *shard_spans(output.shape[-1], comm.world_size, heads)[comm.rank])
 
-    add_forward_hook(module, own_part)
+    note_hook(module, module.register_forward_hook(own_part))
 
 
 def split_parameters(
@@ -87,8 +87,8 @@ def split_parameters(
         for name in module._parameters:
             module.__dict__.pop(name, None)
 
-    add_forward_pre_hook(module, show_parts)
-    add_forward_hook(module, show_whole, always_call=True)
+    note_hook(module, module.register_forward_pre_hook(show_parts))
+    note_hook(module, module.register_forward_hook(show_whole, always_call=True))
 
 
 def mark_column_output(y: Tensor, bias: Tensor | None) -> None:

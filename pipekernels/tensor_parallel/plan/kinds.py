@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
-from pipekernels.tensor_parallel.changes import add_forward_hook, add_forward_pre_hook
+from pipekernels.tensor_parallel.changes import note_hook
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.experts import ParallelExperts
 from pipekernels.tensor_parallel.full_layer import (
@@ -124,7 +124,7 @@ def _split_alibi(
         own = every.narrow(1, *shard_spans(count, comm.world_size, heads)[comm.rank])
         return args, kwargs | {"alibi": own.flatten(0, 1)}
 
-    add_forward_pre_hook(module, split, with_kwargs=True)
+    note_hook(module, module.register_forward_pre_hook(split, with_kwargs=True))
 
 
 def _sum_last(features: int) -> Callable[[nn.Module, Communicator, bool], None]:
@@ -138,7 +138,7 @@ def _sum_last(features: int) -> Callable[[nn.Module, Communicator, bool], None]:
             mark_column_output(result, None)
             return result
 
-        add_forward_hook(module, hook)
+        note_hook(module, module.register_forward_hook(hook))
 
     return add
 
