@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -79,26 +79,18 @@ class ParallelMultiheadAttention(ShardedLayer):
         self.out_proj = RowParallelLinear.from_linear(attention.out_proj, comm, heads=heads)
         self.train(attention.training)
 
-    def to_full(self) -> nn.Module:
-        full = nn.MultiheadAttention(
-            self.embed_dim,
-            self.embed_dim // self.head_dim,
-            self.dropout,
-            self.in_proj_bias is not None,
-            batch_first=self.batch_first,
-            device="meta",
+    def _new_full(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+        heads, has_bias = self.embed_dim // self.head_dim, self.in_proj_bias is not None
+        options: dict[str, Any] = {"batch_first": self.batch_first, "device": device}
+        return nn.MultiheadAttention(
+            self.embed_dim, heads, self.dropout, has_bias, **options, dtype=dtype
         )
-        for layer, own in ((full, self), (full.out_proj, self.out_proj)):
-            for name, parameter in own._full_parameters().items():
-                layer.register_parameter(name, parameter)
-        return full.train(self.training)
 
-    def _initial_parameters(self) -> dict[str, Tensor]:
-        weight = torch.empty(self.full_shape("in_proj_weight")).to(self.in_proj_weight)
-        parameters = {"in_proj_weight": nn.init.xavier_uniform_(weight)}
-        if self.in_proj_bias is not None:
-            parameters["in_proj_bias"] = weight.new_zeros(self.full_shape("in_proj_bias"))
-        return parameters
+    def to_full(self) -> nn.Module:
+        full = super().to_full()
+        for name, parameter in self.out_proj._full_parameters().items():
+            full.get_submodule("out_proj").register_parameter(name, parameter)
+        return full
 
     def forward(
         self,

@@ -125,10 +125,9 @@ class VocabParallelEmbedding(ShardedLayer):
         full._buffers.update(self._buffers)
         return full.train(self.training)
 
-    def _initial_parameters(self) -> dict[str, Tensor]:
-        sizes, weight = (self.num_embeddings, self.embedding_dim), self.weight
-        full = nn.Embedding(*sizes, self.padding_idx, device=weight.device, dtype=weight.dtype)
-        return {"weight": full.weight.detach()}
+    def _new_full(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+        sizes = self.num_embeddings, self.embedding_dim, self.padding_idx
+        return nn.Embedding(*sizes, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up ``input``: see the class for the shapes."""

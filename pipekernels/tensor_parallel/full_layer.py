@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,17 +47,6 @@ def features_of(linear: Any) -> tuple[int, int]:
     layers by giving them others."""
     first, second = linear.weight.shape
     return (second, first) if isinstance(linear, nn.Linear) else (first, second)
-
-
-def full_layer(parameters: Mapping[str, nn.Parameter], *, transposed: bool) -> nn.Module:
-    """An ``nn.Linear``, or a ``Conv1D`` if ``transposed``, of these parameters."""
-    with torch.device("meta"):
-        sizes = parameters["weight"].shape[::-1]
-        layer = linear_classes()[1](*sizes) if transposed else nn.Linear(*sizes)
-    layer.register_parameter("bias", None)
-    for name, parameter in parameters.items():
-        layer.register_parameter(name, parameter)
-    return layer
 
 
 def extras_of(layer: nn.Module) -> str | None:

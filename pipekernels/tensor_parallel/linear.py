@@ -44,7 +44,6 @@ from pipekernels.tensor_parallel.full_layer import (
     REMEDY,
     extras_of,
     features_of,
-    full_layer,
     linear_classes,
 )
 from pipekernels.tensor_parallel.functional import (
@@ -77,10 +76,15 @@ class LinearLayer(ShardedLayer):
     was_transposed: bool  # The full layer's weights are.
     bias: nn.Parameter | None
 
-    def to_full(self) -> nn.Module:
-        """The full layer in floats, gathered. A collective."""
-        parameters = self._full_parameters()
-        return full_layer(parameters, transposed=self.was_transposed).train(self.training)
+    def _new_full(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+        sizes, has_bias = (self.in_features, self.out_features), self.bias is not None
+        if not self.was_transposed:
+            return nn.Linear(*sizes, has_bias, device, dtype)
+        with device:
+            full: nn.Module = linear_classes()[1](*sizes[::-1]).to(dtype)
+        if not has_bias:
+            full.register_parameter("bias", None)
+        return full
 
     def extra_repr(self) -> str:
         return (
@@ -141,14 +145,6 @@ class ShardedLinear(LinearLayer):
         layer.is_transposed = layer.was_transposed = not isinstance(linear, nn.Linear)
         layer._adopt({"weight": linear.weight, "bias": linear.bias})
         return layer.train(linear.training)
-
-    def _initial_parameters(self) -> dict[str, Tensor]:
-        sizes, weight = (self.in_features, self.out_features), self.weight
-        full = nn.Linear(*sizes, self.bias is not None, device=weight.device, dtype=weight.dtype)
-        parameters = {name: parameter.detach() for name, parameter in full.named_parameters()}
-        if self.is_transposed:
-            parameters["weight"] = parameters["weight"].t()
-        return parameters
 
     def _operands(self) -> tuple[Weight, Tensor | None]:
         own: Any = self._parameters

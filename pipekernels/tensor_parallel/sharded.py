@@ -63,9 +63,16 @@ class ShardedLayer(nn.Module):
         """The shape that the parameter ``name`` of the full layer has."""
         return self._full_shapes[name]
 
+    def _new_full(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+        """A new full layer."""
+        raise NotImplementedError
+
     def to_full(self) -> nn.Module:
         """The full layer, gathered. A collective; TypeError as for :meth:`full_state_dict`."""
-        raise NotImplementedError
+        full = self._new_full(torch.device("meta"))
+        for name, parameter in self._full_parameters().items():
+            full.register_parameter(name, parameter)
+        return full.train(self.training)
 
     def _full_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of the full layer, gathered."""
@@ -74,18 +81,16 @@ class ShardedLayer(nn.Module):
             for name, full in self.full_state_dict().items()
         }
 
-    def _initial_parameters(self) -> dict[str, Tensor]:
-        """Parameters of the full layer, as a new one has them."""
-        raise NotImplementedError
-
     def reset_parameters(self) -> None:
         """Initialise as the full layer does, which every rank allocates meanwhile. The same seed on
         every rank gives the same layer for any world size."""
         parameters = self._plain_parameters()
+        first = next(iter(parameters.values()))
+        full = self._new_full(first.device, first.dtype)
         with torch.no_grad():
-            for name, full in self._initial_parameters().items():
-                parameter = parameters[name]
-                parameter.copy_(distributed_like(parameter, self.shard(name, full)))
+            for name, parameter in parameters.items():
+                part = self.shard(name, full.get_parameter(name))
+                parameter.copy_(distributed_like(parameter, part))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state_dict of the full layer, gathered; a collective. TypeError if a parametrization
