@@ -183,9 +183,11 @@ class ShardedLinear(LinearLayer):
             )
 
 
+# The forwards of layers with weights of any format.
+
+
 def forward_row(self: Any, x: Tensor) -> Any:
-    """Apply the layer to ``x``: see the class for the shapes. The format of the weight does not
-    matter."""
+    """Apply the layer to ``x``: see the class for the shapes."""
     compiling, comm = torch.compiler.is_compiling(), self.comm
     if not compiling and active_ddp() is not None:
         check_data_parallel(comm)
@@ -217,8 +219,7 @@ def forward_row(self: Any, x: Tensor) -> Any:
 
 
 def forward_column(self: Any, x: Tensor) -> Any:
-    """Apply the layer to ``x``: see the class for the shapes. The format of the weight does not
-    matter."""
+    """Apply the layer to ``x``: see the class for the shapes."""
     compiling, comm = torch.compiler.is_compiling(), self.comm
     if not compiling and active_ddp() is not None:
         check_data_parallel(comm)
