@@ -8,6 +8,7 @@ import importlib.util
 import os
 import platform
 import re
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -119,17 +120,20 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["run"]:
         return _run(arguments[1:])
+    if arguments[:1] == ["serve"]:
+        return _serve(arguments[1:])
     parser = argparse.ArgumentParser(prog="pipekernels", description=__doc__)
     parser.add_argument("--version", action="version", version=f"pipekernels {__version__}")
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("run", help="torchrun, with each rank bound to its share of the cores")
+    commands.add_parser("serve", help="answers OpenAI's API with a model over the ranks of a host")
     commands.add_parser("info", help="versions, what was built, devices, and what is missing")
     parsed = parser.parse_args(arguments)
     print(parser.format_help().rstrip() if parsed.command is None else info())
     return 0
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], name: str = "run") -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from pipekernels.numa.run import run
@@ -137,6 +141,47 @@ def _run(arguments: list[str]) -> int:
     try:
         run(arguments)
     except (ValueError, ChildFailedError) as error:
-        print(f"pipekernels run: {error}", file=sys.stderr)
+        print(f"pipekernels {name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0
+
+
+def _serve(arguments: list[str]) -> int:
+    """Start the ranks of a server by ``pipekernels run``; or be one, where that has started it."""
+    parser = argparse.ArgumentParser(
+        prog="pipekernels serve",
+        description="Answers OpenAI's API with a model of transformers over the cores of a host.",
+    )
+    parser.add_argument("folder", type=Path, help="of config, tokenizer and safetensors files")
+    parser.add_argument("--ranks", default="auto", help="default: one for each memory node")
+    parser.add_argument("--bits", type=int, choices=(8, 4), help="quantize the weights")
+    parser.add_argument("--dtype", default="auto", help="such as bfloat16; default: the files'")
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this host only")
+    parser.add_argument("--port", default=8000, type=int, help="default: %(default)s; 0: any free")
+    parser.add_argument(
+        "--cache-tokens", type=int, help="of all requests together; default: what memory holds"
+    )
+    options = parser.parse_args(arguments)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from pipekernels.huggingface.serving import serve
+
+        serve(options)
+    needed = ("transformers", "fastapi", "openai", "uvicorn")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        parser.error(f"{', '.join(missing)} missing; run pip install 'pipekernels[serving]'")
+    if not (options.folder / "config.json").is_file():
+        parser.error(f"{options.folder} has no config.json; give the folder of a downloaded model")
+    if options.dtype != "auto" and not isinstance(getattr(torch, options.dtype, 0), torch.dtype):
+        parser.error(f"--dtype must be auto or a dtype of torch, got {options.dtype!r}")
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        socket.create_server((options.host, options.port), family=family).close()
+    except (OSError, OverflowError) as error:
+        parser.error(f"cannot listen on {options.host}, port {options.port}: {error}")
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    command = ["--standalone", "--nproc-per-node", options.ranks, "--module", "pipekernels"]
+    try:
+        return _run([*command, "serve", *arguments], "serve")
+    except SignalException:  # The ranks have ended.
+        return 0

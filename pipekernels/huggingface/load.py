@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ def load_pretrained(
     *,
     bits: int | None = None,
     group_size: int | None = None,
+    progress: bool = False,
 ) -> None:
     """Load the files that transformers' ``save_pretrained`` wrote, in place. Each rank reads only
     its slices of sharded layers, so no rank ever holds the whole model
@@ -55,6 +57,7 @@ def load_pretrained(
         bits, group_size: as for :func:`pipekernels.tensor_parallel.quantize_weights`, which this
             does for each layer when it has been read, so that no rank ever holds the whole model
             in floats; weights of quantized checkpoints are rounded again. None: no rounding.
+        progress: show bars of tqdm.
 
     Raises:
         FileNotFoundError: there are only files of other formats or variants, or a file that the
@@ -78,7 +81,8 @@ def load_pretrained(
             quantization = Quantization(model, _stored_formats(model, files, device))
         else:
             quantization = rounding(model, bits, group_size)
-    _load_layers(model, sources, device, quantization, rounds=bits is not None)
+    show: Any = import_module("tqdm").tqdm if progress else iter
+    _load_layers(model, sources, device, quantization, rounds=bits is not None, show=show)
     for module, buffers in computed:
         module._buffers.update(buffers)
 
@@ -95,6 +99,7 @@ def _load_layers(
     device: torch.device | str,
     quantization: Quantization,
     rounds: bool,
+    show: Callable[[Any], Any],
 ) -> None:
     """Load the layers that stay in floats, then each of the others, and quantize it at once, unless
     it reads its integers itself."""
@@ -106,8 +111,8 @@ def _load_layers(
         is_own = owner in own and all(other is owner for other, _ in target.owners)
         (own[owner] if is_own else others).append((target, source))
     with raised_on_all(model):
-        _load(others, device)
-    for layer, parts in own.items():
+        _load(show(others), device)
+    for layer, parts in show(own.items()):
         stored: nn.Module | None = None
         with raised_on_all(model):
             if rounds:

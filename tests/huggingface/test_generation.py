@@ -1,5 +1,6 @@
 """Tokens that sharded models of transformers generate."""
 
+import copy
 import itertools
 from typing import Any
 
@@ -10,11 +11,15 @@ from support.models import DECODERS, KINDS_OF_DECODERS, model_of, run_sharded, t
 from support.ranks import on_ranks, run_processes
 from torch import Tensor
 
+transformers = pytest.importorskip("transformers")
+
 from pipekernels import Communicator, tensor_parallelize
 from pipekernels.tensor_parallel import tensor_unparallelize
 
 pytestmark = pytest.mark.slow
 COUNT = {"max_new_tokens": 16, "min_new_tokens": 16}
+# transformers' batches of the others have no torch attention, or are wrong in one process too.
+BATCHED = [name for name in DECODERS if name not in ("Gemma 2", "Bloom")]
 
 
 @pytest.mark.parametrize(
@@ -96,5 +101,50 @@ def test_ranks_that_would_disagree_are_told_before() -> None:
         tensor_unparallelize(model)
         assert "generate" not in vars(model)
         assert torch.equal(model.generate(prompt, max_new_tokens=4), found)
+
+    run_sharded(model_of("Llama").eval(), 2, body)
+
+
+def batched(comm: Communicator, names: list[str]) -> None:
+    prompts = [tokens(1, n)[0].tolist() for n in (5, 9, 3)]
+    greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
+    options = transformers.ContinuousBatchingConfig(num_blocks=4, page_size=16, max_batch_tokens=64)
+    for name in names:
+        model = model_of(name).float().eval()
+        model.set_attn_implementation("sdpa")
+        model.generation_config.eos_token_id = None
+        count = {"max_new_tokens": 8, "do_sample": False}
+        rows = [model.generate(torch.tensor([row]), **count)[0].tolist() for row in prompts]
+        plan = model.tp_plan
+        tensor_parallelize(model, "auto", comm)
+        assert model._device_mesh["tp"].size() == comm.world_size
+        assert set(model.tp_plan.values()) >= {"colwise", "rowwise"}, name
+        found = copy.deepcopy(model).generate_batch(prompts, greedy, options, max_new_tokens=8)
+        answers = {tuple(answer.prompt_ids): answer.generated_tokens for answer in found.values()}
+        expected = {tuple(row[:-8]): row[-8:] for row in rows}
+        assert answers == expected, name
+        share = model.init_continuous_batching().continuous_batching_config.max_memory_percent
+        assert 0 < share <= 0.6 / comm.world_size
+        tensor_unparallelize(model)
+        assert model.tp_plan == plan and model._device_mesh is None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    in_gate(
+        [(3, ["Llama", "GPT-2"])],  # 4 heads over 2 of keys: uneven, one of keys held twice.
+        [(3, ["Llama", "GPT-2"]), (2, BATCHED), (3, BATCHED), (4, BATCHED)],
+    ),
+    ids=["some models-3", "all models-2", "all models-3", "all models-4"],
+)
+def test_tokens_of_a_batch_are_those_of_generate(world_size: int, names: list[str]) -> None:
+    run_processes(world_size, batched, names)
+
+
+def test_ranks_that_are_threads_cannot_batch() -> None:
+    def body(model: Any, _: Communicator) -> None:
+        with pytest.raises(ValueError, match="needs one process per rank"):
+            model.generate_batch([[1, 2, 3]])
 
     run_sharded(model_of("Llama").eval(), 2, body)
