@@ -1,4 +1,4 @@
-"""Benchmarks of GPUs on the CPU, with Gloo in NCCL's place; test_bench.py runs every program."""
+"""Benchmarks of GPUs on the CPU, with Gloo in NCCL's place; test_gpu_check.py runs the others."""
 
 import os
 from pathlib import Path

@@ -197,10 +197,15 @@ def logits(model: Any, **options: Any) -> dict[str, Any]:
     return {"logits": torch.stack(generated(model, **options).logits)}
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    in_gate([("GPT-NeoX", "adapters")], itertools.product(FAMILIES, KINDS)),
-)
+# All kinds of changes in two families, and two in each of the others.
+CHANGED = [
+    (name, kind)
+    for (i, name), (j, kind) in itertools.product(enumerate(FAMILIES), enumerate(KINDS))
+    if name in ("Llama", "GPT-NeoX") or (i + j) % 3 == 0
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), in_gate([("GPT-NeoX", "adapters")], CHANGED))
 def test_changes(name: str, kind: str) -> None:
     plain = model_of(name).eval()
     model = compile_decoding(copy.deepcopy(plain), max_length=32)
