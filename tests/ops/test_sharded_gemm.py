@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.checks import assert_raises
-from support.kernels.interpreter import run_interpreted
+from support.kernels.interpreter import run_apart
 from support.kernels.operands import LAYOUTS, operands
 from support.reference import gamma
 from torch import Tensor
@@ -190,7 +190,7 @@ def test_errors_state_value_limit_and_remedy() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("level", ["not full", pytest.param("full", marks=pytest.mark.full)])
 def test_the_kernel_in_the_interpreter(level: str) -> None:
-    run_interpreted("interpreted_gemm.py", level)
+    run_apart("interpreted_gemm.py", level, TRITON_INTERPRET="1")
 
 
 def choice(

@@ -1,10 +1,10 @@
-"""Products by slabs; their values are tested in tests/support/interpreted_slabs.py."""
+"""Products by slabs; their values are tested in tests/support/kernels/interpreted_slabs.py."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.kernels.interpreter import run_interpreted
+from support.kernels.interpreter import run_apart
 from torch import Tensor
 
 from pipekernels.ops.weights import k_slices as module
@@ -15,7 +15,7 @@ from pipekernels.ops.weights.k_slices import k_slice_gemm
 @pytest.mark.processes
 @pytest.mark.parametrize("level", ["not full", pytest.param("full", marks=pytest.mark.full)])
 def test_the_kernel_in_the_interpreter(level: str) -> None:
-    run_interpreted("interpreted_slabs.py", level)
+    run_apart("interpreted_slabs.py", level, TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow  # Imports Triton.

@@ -31,7 +31,7 @@ def test_the_quick_tests_are_in_the_gate_and_have_no_marker_but_cuda() -> None:
 def test_every_function_that_looks_like_a_test_is_one() -> None:
     """In a file that pytest collects, or that a collected test runs in another process."""
     tests = {path.name: path.read_text() for path in ROOT.glob("tests/**/*.py")}
-    runs = re.compile(r'run_(?:interpreted|apart)\(\s*"(.*?)"')
+    runs = re.compile(r'run_apart\(\s*"(.*?)"')
     run = {name for text in tests.values() for name in runs.findall(text)}
     for name, text in tests.items():
         collected = name.startswith("test_") or name in run

@@ -182,17 +182,3 @@ def test_the_oldest_triton_is_the_pinned_one(pools: dict[str, ProcessPoolExecuto
     if not aot.OLDEST.exists():
         pytest.skip("`make oldest-triton` fetches the Triton to compile with")
     assert pools["oldest"].submit(aot.version).result() == aot.oldest_version()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_equal_signatures_have_the_same_kernel(
-    architecture: int, pools: dict[str, ProcessPoolExecutor]
-) -> None:
-    """Otherwise a kernel could be compiled during the capture of a graph."""
-    found = pools["installed"].submit(aot.kernels_by_signature, architecture).result()
-    kernels: dict[Any, set[str]] = {}
-    for signature, kernel in found:
-        kernels.setdefault(signature, set()).add(kernel)
-    assert 1 < len(kernels) < len(found)
-    assert all(len(same) == 1 for same in kernels.values())

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from pipekernels.triton_kernels.config import SLAB_BLOCKS, TILES, Blocks, Config
-from pipekernels.triton_kernels.layout import signature
 from support.kernels.operands import LAYOUTS, dtype_of, operands
 from support.programs import run
 
@@ -224,29 +223,6 @@ def build_and_keep(version: str, case: AnyCase) -> Kernel | str:
         part.write_bytes(gzip.compress(pickle.dumps(kernel), compresslevel=1))
         part.replace(path)
     return kernel
-
-
-def kernels_by_signature(architecture: int) -> list[tuple[Any, str]]:
-    """For small products of many sizes: their tensors' signatures, and the hash of the kernel."""
-    from pipekernels.triton_kernels.launch import Product, launch
-    from support.kernels.recorded import compiled
-
-    config = Config(Blocks(16, 32, 16, 4, 2))
-
-    def half(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float16)
-
-    sizes = [(1, 32, 32), (2, 32, 32), (50, 32, 32), (50, 48, 16), (50, 40, 40), (7, 41, 32)]
-    products = [Product("float16", half(m, k), half(n, k), half(m, n)) for m, n, k in sizes]
-    products += [each._replace(bias=torch.empty(each.b.shape[0])) for each in products[1:3]]
-
-    def launches() -> None:
-        for product in products:
-            launch(product, config, generation=architecture, sms=1)
-
-    kernels = compiled(architecture, launches)
-    signatures = [tuple(None if t is None else signature(t) for t in each[1:]) for each in products]
-    return list(zip(signatures, (kernel.hash for kernel in kernels), strict=True))
 
 
 def _launch(case: Case) -> None:

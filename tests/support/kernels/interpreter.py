@@ -23,14 +23,9 @@ def skip_unless_it_works(launch: Callable[[], object]) -> None:
         pytest.skip(f"{versions} {version('numpy')}: {error}", allow_module_level=True)
 
 
-def run_interpreted(file: str, level: str) -> None:
-    """:func:`run_apart` in the interpreter; skip if the interpreter does not work."""
-    run_apart(file, level, TRITON_INTERPRET="1")
-
-
 def run_apart(file: str, level: str, **variables: str) -> None:
     """Run the tests in ``file`` of this folder that have the markers of ``level``, in a process
-    with these environment variables."""
+    with these environment variables; skip if the interpreter does not work."""
     pytest.importorskip("triton", minversion="3.6")
     tests = FOLDER.parents[1]
     paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]

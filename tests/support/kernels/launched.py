@@ -22,8 +22,9 @@ from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from pipekernels.triton_kernels import launch as module
 from pipekernels.triton_kernels.config import Blocks, Config
 from pipekernels.triton_kernels.launch import Product, launch
+from pipekernels.triton_kernels.layout import signature
 from support.kernels import aot
-from support.kernels.recorded import Target
+from support.kernels.recorded import Target, compiled
 from support.levels import in_gate
 
 pytestmark = [pytest.mark.compile]
@@ -115,6 +116,27 @@ def test_a_launch_is_repeated(split_k: int) -> None:
     launches, maps = launched(90, body)
     assert launches == 4 and maps == 4 * (2 if split_k > 1 else 3)
     assert kept[0]() is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_equal_signatures_have_the_same_kernel(architecture: int) -> None:
+    """Otherwise a kernel could be compiled during the capture of a graph."""
+    sizes = [(1, 32, 32), (2, 32, 32), (50, 32, 32), (50, 48, 16), (50, 40, 40), (7, 41, 32)]
+    products = [Product("float16", half(m, k), half(n, k), half(m, n)) for m, n, k in sizes]
+    products += [each._replace(bias=torch.empty(each.b.shape[0])) for each in products[1:3]]
+
+    def launches() -> None:
+        for product in products:
+            launch(product, SMALL, generation=architecture, sms=1)
+
+    module._prepared.clear()
+    kernels: dict[Any, set[str]] = {}
+    for product, kernel in zip(products, compiled(architecture, launches), strict=True):
+        key = tuple(None if t is None else signature(t) for t in product[1:])
+        kernels.setdefault(key, set()).add(kernel.hash)
+    assert 1 < len(kernels) < len(products)
+    assert all(len(same) == 1 for same in kernels.values())
 
 
 def test_the_last_tiles_are_a_launch_of_their_own() -> None:
