@@ -190,16 +190,16 @@ bool read_integers(const IntegerOperands& operands, IntegerCall& call) {
   matrix.columns = out->shape[out->dims - 1];
   matrix.inner = x->shape[x->dims - 1];
   matrix.scale_dtype = static_cast<DType>(scale_dtype);
-  constexpr int64_t kBlockBytes = kIntegerBlock * kIntegerTile;
-  matrix.bits = values->shape[first + 2] == kBlockBytes ? 8 : 4;
-  const int64_t groups = scales->shape[first + 1], blocks = values->shape[first + 1];
-  if (matrix.columns < 1 || matrix.inner < 1 || groups < 1 || blocks % groups != 0 ||
-      values->shape[first + 2] != kBlockBytes * matrix.bits / 8 || blocks != matrix.blocks() ||
+  constexpr int64_t kStepBytes = kIntegerStep * kIntegerTile;
+  matrix.bits = values->shape[first + 2] == kStepBytes ? 8 : 4;
+  const int64_t groups = scales->shape[first + 1], steps = values->shape[first + 1];
+  if (matrix.columns < 1 || matrix.inner < 1 || groups < 1 || steps % groups != 0 ||
+      values->shape[first + 2] != kStepBytes * matrix.bits / 8 || steps != matrix.steps() ||
       values->shape[first] != matrix.tiles() || scales->shape[first] != matrix.tiles() ||
       scales->shape[first + 2] != kIntegerTile) {
     return false;
   }
-  matrix.group = blocks / groups * kIntegerBlock;
+  matrix.group = steps / groups * kIntegerStep;
   call.experts = first ? values->shape[0] : 1;
   if (zeros != nullptr) {
     if (!is_uint8(*zeros) || dlpack::dense_elements(*zeros) != dlpack::dense_elements(*scales)) {

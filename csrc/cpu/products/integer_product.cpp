@@ -10,6 +10,10 @@
 #if defined(__x86_64__) && !defined(PIPEKERNELS_PORTABLE)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "integer_product_kernels.h"
 #include "pipekernels/host/isa.h"
@@ -23,11 +27,29 @@ const IntegerKernels& integer_kernels_portable();
 const IntegerKernels& integer_kernels_avx2();
 const IntegerKernels& integer_kernels_avxvnni();
 const IntegerKernels& integer_kernels_avx512vnni();
+const IntegerKernels& integer_kernels_amx();
 
 // Not every compiler's __builtin_cpu_supports() knows it.
 static bool has_avxvnni() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1) != 0;
+}
+
+// Linux gives a process the matrix registers when it asks for them.
+static bool has_amx() {
+  static const bool has = [] {
+#if defined(__linux__)
+    constexpr int kAskForRegisters = 0x1023, kTileData = 18;
+    constexpr unsigned kTilesAndInt8 = 3u << 24;
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 &&
+           (edx & kTilesAndInt8) == kTilesAndInt8 &&
+           syscall(SYS_arch_prctl, kAskForRegisters, kTileData) == 0;
+#else
+    return false;
+#endif
+  }();
+  return has;
 }
 #endif
 
@@ -38,6 +60,7 @@ bool integer_isa_available(IntegerIsa isa) {
   if (isa == IntegerIsa::kAvx512Vnni) {
     return isa_available(Isa::kAvx512) && __builtin_cpu_supports("avx512vnni");
   }
+  if (isa == IntegerIsa::kAmx) return integer_isa_available(IntegerIsa::kAvx512Vnni) && has_amx();
 #endif
   return isa == IntegerIsa::kPortable;
 }
@@ -58,6 +81,7 @@ static const IntegerKernels& integer_kernels([[maybe_unused]] IntegerIsa isa) {
   if (isa == IntegerIsa::kAvx2) return integer_kernels_avx2();
   if (isa == IntegerIsa::kAvxVnni) return integer_kernels_avxvnni();
   if (isa == IntegerIsa::kAvx512Vnni) return integer_kernels_avx512vnni();
+  if (isa == IntegerIsa::kAmx) return integer_kernels_amx();
 #endif
   return integer_kernels_portable();
 }
@@ -76,24 +100,42 @@ static void check(const IntegerProduct& product, const IntegerMatrix& matrix) {
     throw std::invalid_argument(std::string("scales are float32, float16 or bfloat16, got ") +
                                 name_of(matrix.scale_dtype));
   }
-  if (matrix.group < 1 || (matrix.group % kIntegerBlock != 0 && matrix.group < matrix.inner)) {
-    throw std::invalid_argument("a group must be a multiple of " + std::to_string(kIntegerBlock) +
+  if (matrix.group < 1 || (matrix.group % kIntegerStep != 0 && matrix.group < matrix.inner)) {
+    throw std::invalid_argument("a group must be a multiple of " + std::to_string(kIntegerStep) +
                                 " elements, or all of a row, got " + std::to_string(matrix.group));
   }
 }
 
-// Memory for `rows` rows, which the thread keeps between calls.
-static RoundedRows kept_rows(int64_t rows, int64_t blocks) {
-  const int64_t all = rows * blocks;
-  auto* const memory = static_cast<std::byte*>(
-      kept_cache_lines(all * (kIntegerBlock + sizeof(float) + sizeof(int32_t))));
-  auto* const scales = reinterpret_cast<float*>(memory + all * kIntegerBlock);
-  return {reinterpret_cast<int8_t*>(memory), scales, reinterpret_cast<int32_t*>(scales + all)};
+static RoundedShape rounded_shape(const IntegerMatrix& matrix) {
+  RoundedShape shape{};
+  shape.inner = matrix.inner;
+  shape.block = matrix.block();
+  shape.blocks = (matrix.inner + shape.block - 1) / shape.block;
+  // An odd number of spans: the same place of neighbouring rows is in other sets of the cache.
+  shape.bytes = ((matrix.inner + kIntegerSpan - 1) / kIntegerSpan | 1) * kIntegerSpan;
+  return shape;
 }
 
-static RoundedRows row_of(const RoundedRows& rows, int64_t row, int64_t blocks) {
-  const int64_t first = row * blocks;
-  return {rows.values + first * kIntegerBlock, rows.scales + first, rows.sums + first};
+// Memory for `rows` rows, which the thread keeps between calls.
+static RoundedRows kept_rows(int64_t rows, const RoundedShape& shape) {
+  const int64_t readable = rows + kIntegerRows - 1, bytes = readable * shape.bytes;
+  auto* const memory = static_cast<std::byte*>(
+      kept_cache_lines(bytes + rows * shape.blocks * (sizeof(float) + sizeof(int32_t))));
+  auto* const scales = reinterpret_cast<float*>(memory + bytes);
+  return {reinterpret_cast<int8_t*>(memory), scales,
+          reinterpret_cast<int32_t*>(scales + rows * shape.blocks)};
+}
+
+static RoundedRows row_of(const RoundedRows& rows, int64_t row, const RoundedShape& shape) {
+  const int64_t first = row * shape.blocks;
+  return {rows.values + row * shape.bytes, rows.scales + first, rows.sums + first};
+}
+
+// Rows that stay in a core's own cache while the columns pass.
+static int64_t rows_per_piece(const RoundedShape& shape) {
+  constexpr int64_t kBytes = 1 << 20;
+  const int64_t rows = kBytes / shape.bytes / kIntegerRows * kIntegerRows;
+  return std::clamp(rows, kIntegerRows, kMostIntegerRows);
 }
 
 void integer_product(const IntegerProduct& product, const IntegerMatrix& matrix, int threads,
@@ -120,7 +162,8 @@ void integer_expert_product(const IntegerProduct& product, const IntegerMatrix& 
     }
   }
   const IntegerKernels& kernels = integer_kernels(isa);
-  const int64_t blocks = matrix.blocks(), tiles = matrix.tiles();
+  const RoundedShape shape = rounded_shape(matrix);
+  const int64_t tiles = matrix.tiles();
   const int64_t size = size_of(product.dtype), scale_size = size_of(matrix.scale_dtype);
   const int64_t scales_per_tile = matrix.groups() * kIntegerTile;
   const auto* const x = static_cast<const std::byte*>(product.x);
@@ -131,11 +174,10 @@ void integer_expert_product(const IntegerProduct& product, const IntegerMatrix& 
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
                    [&](int64_t a, int64_t b) { return chosen[a] < chosen[b]; });
-  const RoundedRows rounded = kept_rows(pairs, blocks);
+  const RoundedRows rounded = kept_rows(pairs, shape);
   parallel_for(pairs, pairs < 16 ? 1 : threads, [&](int64_t i) {
     const int64_t row = order[i] / (pairs / product.rows);
-    kernels.round(row_of(rounded, i, blocks), x + row * matrix.inner * size, matrix.inner,
-                  product.dtype);
+    kernels.round(shape, row_of(rounded, i, shape), x + row * matrix.inner * size, product.dtype);
   });
   for (int64_t i = 0; i < pairs; ++i) {
     if (i == 0 || chosen[order[i]] != chosen[order[i - 1]]) firsts.push_back(i);
@@ -145,37 +187,38 @@ void integer_expert_product(const IntegerProduct& product, const IntegerMatrix& 
 
   const int64_t ahead = prefetch_ahead(1);
   const int64_t step = std::max<int64_t>(1, columns_per_piece(matrix.tile_bytes()));
-  const int64_t pieces = (tiles + step - 1) / step;
+  const int64_t pieces = (tiles + step - 1) / step, most_rows = rows_per_piece(shape);
   parallel_for(groups * pieces, threads, [&](int64_t index) {
-    const int64_t first = firsts[index / pieces], rows = firsts[index / pieces + 1] - first;
-    const int64_t expert = chosen[order[first]];
-    std::vector<void*> outputs(rows);
+    const int64_t expert = chosen[order[firsts[index / pieces]]];
+    const int64_t end = firsts[index / pieces + 1], begin = index % pieces * step;
+    void* outputs[kMostIntegerRows];
     IntegerPiece piece{};
-    piece.x = row_of(rounded, first, blocks);
-    piece.out = outputs.data();
-    piece.rows = rows;
-    piece.blocks = blocks;
-    piece.blocks_per_group = std::min(blocks, std::max<int64_t>(1, matrix.group / kIntegerBlock));
-    if (matrix.group >= matrix.inner) piece.blocks_per_group = blocks;
+    piece.shape = shape;
+    piece.out = outputs;
+    piece.blocks_per_group =
+        matrix.group >= matrix.inner ? shape.blocks : matrix.group / shape.block;
     piece.ahead = ahead;
     piece.dtype = product.dtype;
     piece.scale_dtype = matrix.scale_dtype;
-    const int64_t begin = index % pieces * step;
-    for (int64_t tile = begin; tile < std::min(tiles, begin + step); ++tile) {
-      const int64_t place = expert * tiles + tile, column = tile * kIntegerTile;
-      piece.values = matrix.values + place * matrix.tile_bytes();
-      piece.scales =
-          static_cast<const std::byte*>(matrix.scales) + place * scales_per_tile * scale_size;
-      if (matrix.zeros != nullptr) piece.zeros = matrix.zeros + place * scales_per_tile;
-      if (product.bias != nullptr) {
-        piece.bias =
-            static_cast<const std::byte*>(product.bias) + (expert * matrix.columns + column) * size;
+    for (int64_t row = firsts[index / pieces]; row < end; row += most_rows) {
+      piece.x = row_of(rounded, row, shape);
+      piece.rows = std::min(most_rows, end - row);
+      for (int64_t tile = begin; tile < std::min(tiles, begin + step); ++tile) {
+        const int64_t place = expert * tiles + tile, column = tile * kIntegerTile;
+        piece.values = matrix.values + place * matrix.tile_bytes();
+        piece.scales =
+            static_cast<const std::byte*>(matrix.scales) + place * scales_per_tile * scale_size;
+        if (matrix.zeros != nullptr) piece.zeros = matrix.zeros + place * scales_per_tile;
+        if (product.bias != nullptr) {
+          piece.bias = static_cast<const std::byte*>(product.bias) +
+                       (expert * matrix.columns + column) * size;
+        }
+        piece.columns = std::min(kIntegerTile, matrix.columns - column);
+        for (int64_t r = 0; r < piece.rows; ++r) {
+          outputs[r] = out + (order[row + r] * matrix.columns + column) * size;
+        }
+        (matrix.bits == 8 ? kernels.product8 : kernels.product4)(piece);
       }
-      piece.columns = std::min(kIntegerTile, matrix.columns - column);
-      for (int64_t r = 0; r < rows; ++r) {
-        outputs[r] = out + (order[first + r] * matrix.columns + column) * size;
-      }
-      (matrix.bits == 8 ? kernels.product8 : kernels.product4)(piece);
     }
   });
 }

@@ -1,289 +1,23 @@
-// The kernels of integer_product.h, written once over registers of kRegisterBytes and compiled once
-// per instruction set. As in skinny_gemm_kernels.cpp, everything else has internal linkage.
-//
-// A lane is a column. So the four products of a quad are added within a lane, and a block ends
-// without a sum over lanes.
+// The kernels of integer_product.h, written once over vectors of kVectorBytes and compiled once per
+// instruction set. As in skinny_gemm_kernels.cpp, everything else has internal linkage.
 #include "integer_product_kernels.h"
 
 #include <cstdint>
 #include <cstring>
 #include <limits>
 
-#include "../elements/vectors.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "integer_registers.h"
+#include "integer_vectors.h"
 
 namespace pipekernels {
 namespace {
 
-constexpr int kBlock = kIntegerBlock, kTile = kIntegerTile, kQuads = kBlock / 4;
-constexpr int kQuadBytes = 4 * kTile;  // of all columns of a tile
-
-// Of scalars, which bits() of vectors.h would convert.
-template <class To, class From>
-To reinterpreted(const From& from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
-// ---- a tile's columns in registers
-// --------------------------------------------------------------- Integers, Floats: int32 and
-// float32 of 16 columns. Bytes: a quad of each.
-//
-//    add_products(sums, weights, x)    sums + the four products of each column; kSignedBytes: with
-//                                      weights - 128, if they have 8 bits
-//    add_block(total, sums, s)         total + sums * s, rounded once
-#if defined(__AVX512VNNI__)
-
-constexpr int kMostRows = 8;
-constexpr bool kSignedBytes = false;
-constexpr __mmask16 kAll = 0xffff;  // GCC warns of intrinsics without masks (bug 105593).
-using Integers = __m512i;
-using Floats = __m512;
-using Bytes = __m512i;
-
-inline Integers all(int32_t value) { return _mm512_set1_epi32(value); }
-inline Floats no_floats() { return _mm512_setzero_ps(); }
-inline Bytes load(const uint8_t* source) { return _mm512_loadu_si512(source); }
-inline Bytes low(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
-inline Bytes high(Bytes v) { return low(_mm512_maskz_srli_epi32(kAll, v, 4)); }
-
-template <int kBits>
-inline Integers add_products(Integers sums, Bytes weights, int32_t x) {
-  return _mm512_dpbusd_epi32(sums, weights, all(x));
-}
-
-inline Integers zeros_times(const uint8_t* zeros, int32_t offset, int32_t factor) {
-  __m128i v;
-  std::memcpy(&v, zeros, sizeof(v));
-  const __m512i wide = _mm512_sub_epi32(_mm512_maskz_cvtepu8_epi32(kAll, v), all(offset));
-  return _mm512_mullo_epi32(wide, all(factor));
-}
-
-inline Floats load_floats(const float* source) { return _mm512_loadu_ps(source); }
-inline Floats load_halves(const uint16_t* source) {
-  __m256i v;
-  std::memcpy(&v, source, sizeof(v));
-  return _mm512_maskz_cvtph_ps(kAll, v);
-}
-inline Floats times(Floats v, float factor) { return _mm512_mul_ps(v, _mm512_set1_ps(factor)); }
-inline Floats add_block(Floats total, Integers sums, Floats scales) {
-  return _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(kAll, sums), scales, total);
-}
-inline void store(float* to, Floats v) { _mm512_storeu_ps(to, v); }
-
-#elif defined(__AVX2__)
-
-constexpr int kMostRows = 2;
-struct Integers {
-  __m256i parts[2];
-};
-struct Floats {
-  __m256 parts[2];
-};
-using Bytes = Integers;
-
-// Applies `function` to both halves.
-template <class Result, class Function>
-inline Result halves(const Function& function) {
-  return Result{{function(0), function(1)}};
-}
-
-inline Integers all(int32_t value) {
-  return halves<Integers>([&](int) { return _mm256_set1_epi32(value); });
-}
-inline Floats no_floats() {
-  return halves<Floats>([](int) { return _mm256_setzero_ps(); });
-}
-inline Bytes load(const uint8_t* source) {
-  return halves<Bytes>([&](int h) {
-    __m256i v;
-    std::memcpy(&v, source + 32 * h, sizeof(v));
-    return v;
-  });
-}
-inline Bytes low(const Bytes& v) {
-  return halves<Bytes>([&](int h) { return _mm256_and_si256(v.parts[h], _mm256_set1_epi8(15)); });
-}
-inline Bytes high(const Bytes& v) {
-  return low(halves<Bytes>([&](int h) { return _mm256_srli_epi16(v.parts[h], 4); }));
-}
-
-#if defined(__AVXVNNI__)
-
-constexpr bool kSignedBytes = false;
-
-template <int kBits>
-inline Integers add_products(const Integers& sums, const Bytes& weights, int32_t x) {
-  return halves<Integers>([&](int h) {
-    return _mm256_dpbusd_avx_epi32(sums.parts[h], weights.parts[h], _mm256_set1_epi32(x));
-  });
-}
-
-#else
-
-// maddubs adds two products in 16 bits with saturation: 2 * 128 * 127 fits, 2 * 255 * 127 would
-// not.
-constexpr bool kSignedBytes = true;
-
-template <int kBits>
-inline Integers add_products(const Integers& sums, const Bytes& weights, int32_t x) {
-  return halves<Integers>([&](int h) {
-    __m256i unsigned_bytes = weights.parts[h], signed_bytes = _mm256_set1_epi32(x);
-    if constexpr (kBits == 8) {
-      const __m256i centered = _mm256_xor_si256(unsigned_bytes, _mm256_set1_epi8(-128));
-      unsigned_bytes = _mm256_abs_epi8(centered);
-      signed_bytes = _mm256_sign_epi8(signed_bytes, centered);
-    }
-    const __m256i pairs = _mm256_maddubs_epi16(unsigned_bytes, signed_bytes);
-    return _mm256_add_epi32(sums.parts[h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-  });
-}
-
-#endif
-
-inline Integers zeros_times(const uint8_t* zeros, int32_t offset, int32_t factor) {
-  return halves<Integers>([&](int h) {
-    __m128i v{};
-    std::memcpy(&v, zeros + 8 * h, 8);
-    const __m256i wide = _mm256_sub_epi32(_mm256_cvtepu8_epi32(v), _mm256_set1_epi32(offset));
-    return _mm256_mullo_epi32(wide, _mm256_set1_epi32(factor));
-  });
-}
-
-inline Floats load_floats(const float* source) {
-  return halves<Floats>([&](int h) { return _mm256_loadu_ps(source + 8 * h); });
-}
-inline Floats load_halves(const uint16_t* source) {
-  return halves<Floats>([&](int h) {
-    __m128i v;
-    std::memcpy(&v, source + 8 * h, sizeof(v));
-    return _mm256_cvtph_ps(v);
-  });
-}
-inline Floats times(const Floats& v, float factor) {
-  return halves<Floats>([&](int h) { return _mm256_mul_ps(v.parts[h], _mm256_set1_ps(factor)); });
-}
-inline Floats add_block(const Floats& total, const Integers& sums, const Floats& scales) {
-  return halves<Floats>([&](int h) {
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums.parts[h]), scales.parts[h], total.parts[h]);
-  });
-}
-inline void store(float* to, const Floats& v) {
-  for (int h = 0; h < 2; ++h) _mm256_storeu_ps(to + 8 * h, v.parts[h]);
-}
-
-#else
-
-constexpr int kMostRows = 1;
-constexpr bool kSignedBytes = false;
-struct Integers {
-  int32_t lanes[kTile];
-};
-struct Floats {
-  float lanes[kTile];
-};
-struct Bytes {
-  uint8_t lanes[kQuadBytes];
-};
-
-template <class Result, class Function>
-inline Result each(const Function& function) {
-  Result result;
-  for (int i = 0; i < static_cast<int>(sizeof(result.lanes) / sizeof(result.lanes[0])); ++i) {
-    result.lanes[i] = function(i);
-  }
-  return result;
-}
-
-inline Integers all(int32_t value) {
-  return each<Integers>([&](int) { return value; });
-}
-inline Floats no_floats() { return Floats{}; }
-inline Bytes load(const uint8_t* source) {
-  return each<Bytes>([&](int i) { return source[i]; });
-}
-inline Bytes low(const Bytes& v) {
-  return each<Bytes>([&](int i) { return v.lanes[i] & 15; });
-}
-inline Bytes high(const Bytes& v) {
-  return each<Bytes>([&](int i) { return v.lanes[i] >> 4; });
-}
-
-template <int kBits>
-inline Integers add_products(const Integers& sums, const Bytes& weights, int32_t x) {
-  int8_t quad[4];
-  std::memcpy(quad, &x, sizeof(quad));
-  return each<Integers>([&](int i) {
-    int32_t sum = sums.lanes[i];
-    for (int j = 0; j < 4; ++j) sum += weights.lanes[4 * i + j] * quad[j];
-    return sum;
-  });
-}
-
-inline Integers zeros_times(const uint8_t* zeros, int32_t offset, int32_t factor) {
-  return each<Integers>([&](int i) { return (zeros[i] - offset) * factor; });
-}
-
-inline Floats load_floats(const float* source) {
-  return each<Floats>([&](int i) { return source[i]; });
-}
-
-// Subnormal numbers too: the exponent of float32 reaches further down.
-inline float half_to_float(uint16_t value) {
-  const uint32_t magnitude = value & 0x7fff, sign = (value & 0x8000u) << 16;
-  if (magnitude >= 0x7c00)
-    return reinterpreted<float>(sign | 0x7f800000u | (magnitude & 0x3ff) << 13);
-  if (magnitude < 0x400) {
-    const float result = static_cast<float>(magnitude) * 0x1p-24f;
-    return sign != 0 ? -result : result;
-  }
-  return reinterpreted<float>(sign | ((magnitude << 13) + (112u << 23)));
-}
-
-inline Floats load_halves(const uint16_t* source) {
-  return each<Floats>([&](int i) { return half_to_float(source[i]); });
-}
-inline Floats times(const Floats& v, float factor) {
-  return each<Floats>([&](int i) { return v.lanes[i] * factor; });
-}
-inline Floats add_block(const Floats& total, const Integers& sums, const Floats& scales) {
-  return each<Floats>([&](int i) {
-    return __builtin_fmaf(static_cast<float>(sums.lanes[i]), scales.lanes[i], total.lanes[i]);
-  });
-}
-inline void store(float* to, const Floats& v) { std::memcpy(to, &v, sizeof(v)); }
-
-#endif
-
-// ---- elements
-// ------------------------------------------------------------------------------------
-
-float from_bfloat16(uint16_t value) { return reinterpreted<float>(uint32_t{value} << 16); }
-
-uint16_t to_bfloat16(float value) {
-  const uint32_t word = reinterpreted<uint32_t>(value);
-  if ((word & 0x7fffffff) > 0x7f800000) return word >> 16 | 0x40;
-  return (word + 0x7fff + (word >> 16 & 1)) >> 16;
-}
-
-Floats load_scales(const void* scales, int64_t index, DType dtype) {
-  if (dtype == DType::kFloat32) return load_floats(static_cast<const float*>(scales) + index);
-  const auto* const words = static_cast<const uint16_t*>(scales) + index;
-  if (dtype == DType::kFloat16) return load_halves(words);
-  float wide[kTile];
-  for (int i = 0; i < kTile; ++i) wide[i] = from_bfloat16(words[i]);
-  return load_floats(wide);
-}
+// ---- rows ---------------------------------------------------------------------------------------
 
 // To nearest even: the rounding mode of a process that has not changed it.
-void round_all(const float* x, float factor, int8_t* to) {
+void round_step(const float* x, float factor, int8_t* to) {
 #if defined(__x86_64__)
-  for (int i = 0; i < kBlock; i += 16) {
+  for (int i = 0; i < kStep; i += 16) {
     __m128i parts[4];
     for (int p = 0; p < 4; ++p) {
       const __m128 scaled = _mm_mul_ps(_mm_loadu_ps(x + i + 4 * p), _mm_set1_ps(factor));
@@ -295,71 +29,63 @@ void round_all(const float* x, float factor, int8_t* to) {
     std::memcpy(to + i, &packed, sizeof(packed));
   }
 #else
-  for (int i = 0; i < kBlock; ++i) {
+  for (int i = 0; i < kStep; ++i) {
     to[i] = static_cast<int8_t>(__builtin_lrintf(x[i] * factor));
   }
 #endif
 }
 
-void round_block(const float* x, int8_t* values, float* scale, int32_t* sum) {
+// A block of `count` elements, a multiple of kStep.
+void round_block(const float* x, int64_t count, int8_t* values, float* scale, int32_t* sum) {
   constexpr uint32_t kInfinity = 0x7f800000, kSmallest = (127u - 100) << 23;
   uint32_t largest = 0;  // Of magnitudes, whose bits are ordered as they are.
-  for (int i = 0; i < kBlock; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     const uint32_t magnitude = reinterpreted<uint32_t>(x[i]) & 0x7fffffff;
     largest = magnitude > largest ? magnitude : largest;
   }
   if (largest >= kInfinity || largest < kSmallest) {
-    std::memset(values, 0, kBlock);
+    for (int64_t i = 0; i < count; i += kStep) std::memset(values + i, 0, kStep);
     *scale = largest < kSmallest ? 0 : std::numeric_limits<float>::quiet_NaN();
     *sum = 0;
     return;
   }
   const float most = reinterpreted<float>(largest);
   *scale = most / 127;
-  round_all(x, 127 / most, values);
+  for (int64_t i = 0; i < count; i += kStep) round_step(x + i, 127 / most, values + i);
   int32_t total = 0;
-  for (int i = 0; i < kBlock; ++i) total += values[i];
+  for (int64_t i = 0; i < count; ++i) total += values[i];
   *sum = total;
 }
 
-void round(const RoundedRows& to, const void* x, int64_t inner, DType dtype) {
-  for (int64_t b = 0, j = 0; j < inner; ++b, j += kBlock) {
-    float block[kBlock] = {};
-    const int count = inner - j < kBlock ? static_cast<int>(inner - j) : kBlock;
+void round(const RoundedShape& shape, const RoundedRows& to, const void* x, DType dtype) {
+  for (int64_t b = 0, j = 0; b < shape.blocks; ++b, j += shape.block) {
+    const int64_t count = least(shape.block, shape.inner - j);
+    const int64_t filled = (count + kStep - 1) / kStep * kStep;
+    float block[kLongestIntegerBlock];
+    std::memset(block + filled - kStep, 0, kStep * sizeof(float));
     if (dtype == DType::kFloat32) {
       std::memcpy(block, static_cast<const float*>(x) + j, count * sizeof(float));
     } else {
       const auto* const words = static_cast<const uint16_t*>(x) + j;
-      for (int i = 0; i < count; ++i) block[i] = from_bfloat16(words[i]);
+      for (int64_t i = 0; i < count; ++i) block[i] = from_bfloat16(words[i]);
     }
-    round_block(block, to.values + j, to.scales + b, to.sums + b);
+    round_block(block, filled, to.values + j, to.scales + b, to.sums + b);
   }
+  const int64_t filled = (shape.inner + kStep - 1) / kStep * kStep;
+  std::memset(to.values + filled, 0, shape.bytes - filled);
 }
 
-// ---- products
-// ------------------------------------------------------------------------------------
-
-void store_columns(const IntegerPiece& piece, int64_t row, const float* sums) {
-  for (int64_t i = 0; i < piece.columns; ++i) {
-    if (piece.dtype == DType::kFloat32) {
-      const float bias = piece.bias == nullptr ? 0 : static_cast<const float*>(piece.bias)[i];
-      static_cast<float*>(piece.out[row])[i] = sums[i] + bias;
-    } else {
-      const auto* const words = static_cast<const uint16_t*>(piece.bias);
-      const float bias = words == nullptr ? 0 : from_bfloat16(words[i]);
-      static_cast<uint16_t*>(piece.out[row])[i] = to_bfloat16(sums[i] + bias);
-    }
-  }
-}
+// ---- products -----------------------------------------------------------------------------------
 
 // Rows first to first + kRows - 1. The loops are unrolled, so that all sums stay in registers.
 template <int kBits, int kRows>
 void product_of_rows(const IntegerPiece& piece, int64_t first) {
-  constexpr int kBlockBytes = kQuads * kQuadBytes * kBits / 8;
+  constexpr int kStepBytes = kQuads * kQuadBytes * kBits / 8;
   constexpr int kOffset = kBits == 8 && kSignedBytes ? 128 : 0;
   constexpr int kZero = 1 << (kBits - 1);
-  const int64_t blocks = piece.blocks;
-  const int8_t* const x = piece.x.values + first * blocks * kBlock;
+  const RoundedShape& shape = piece.shape;
+  const int64_t blocks = shape.blocks, bytes = shape.bytes;
+  const int8_t* x = piece.x.values + first * bytes;
   const float* const x_scales = piece.x.scales + first * blocks;
   const int32_t* const x_sums = piece.x.sums + first * blocks;
   Floats totals[kRows];
@@ -368,8 +94,8 @@ void product_of_rows(const IntegerPiece& piece, int64_t first) {
   Floats scales = no_floats();
   const uint8_t* weights = piece.values;
   const uint8_t* zeros = piece.zeros;
-  int64_t group = 0, left = 0;
-  for (int64_t b = 0; b < blocks; ++b, --left, weights += kBlockBytes) {
+  int64_t group = 0, left = 0, inner = shape.inner;
+  for (int64_t b = 0; b < blocks; ++b, --left, inner -= shape.block) {
     if (left == 0) {
       scales = load_scales(piece.scales, group * kTile, piece.scale_dtype);
       if (piece.zeros != nullptr) zeros = piece.zeros + group * kTile;
@@ -387,21 +113,25 @@ void product_of_rows(const IntegerPiece& piece, int64_t first) {
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         int32_t four;
-        std::memcpy(&four, x + (r * blocks + b) * kBlock + 4 * q, sizeof(four));
+        std::memcpy(&four, x + r * bytes + 4 * q, sizeof(four));
         sums[r] = add_products<kBits>(sums[r], quad, four);
       }
     };
+    for (int64_t j = 0; j < least(shape.block, inner); j += kStep) {
 #pragma GCC unroll 8
-    for (int q = 0; q < kQuads * kBits / 8; ++q) {
-      const uint8_t* const source = weights + q * kQuadBytes;
-      __builtin_prefetch(source + piece.ahead, 0, 2);
-      const Bytes bytes = load(source);
-      if constexpr (kBits == 8) {
-        add(bytes, q);
-      } else {
-        add(low(bytes), q);
-        add(high(bytes), q + kQuads / 2);
+      for (int q = 0; q < kQuads * kBits / 8; ++q) {
+        const uint8_t* const source = weights + q * kQuadBytes;
+        __builtin_prefetch(source + piece.ahead, 0, 2);
+        const Bytes quads = load(source);
+        if constexpr (kBits == 8) {
+          add(quads, q);
+        } else {
+          add(low(quads), q);
+          add(high(quads), q + kQuads / 2);
+        }
       }
+      weights += kStepBytes;
+      x += kStep;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
@@ -415,10 +145,13 @@ void product_of_rows(const IntegerPiece& piece, int64_t first) {
   }
 }
 
-// A row's bits do not depend on the rows that run beside it.
+// A row's bits do not depend on the rows that run beside it, nor on what multiplies it.
 template <int kBits>
 void product(const IntegerPiece& piece) {
   int64_t row = 0;
+#if defined(__AMX_INT8__)
+  row = product_of_registers<kBits>(piece);
+#endif
   for (; row + kMostRows <= piece.rows; row += kMostRows) {
     product_of_rows<kBits, kMostRows>(piece, row);
   }

@@ -65,10 +65,10 @@ struct Matrix {
     for (int64_t i = 0; i < m.columns; ++i) {
       for (int64_t j = 0; j < m.inner; ++j) {
         const uint8_t value = plain[(e * m.columns + i) * m.inner + j];
-        const int64_t tile = e * m.tiles() + i / kIntegerTile, block = j / kIntegerBlock;
-        const int64_t quad = j % kIntegerBlock / 4, place = i % kIntegerTile * 4 + j % 4;
+        const int64_t tile = e * m.tiles() + i / kIntegerTile, block = j / kIntegerStep;
+        const int64_t quad = j % kIntegerStep / 4, place = i % kIntegerTile * 4 + j % 4;
         uint8_t* const base =
-            &packed[tile * m.tile_bytes() + block * kIntegerBlock * kIntegerTile * m.bits / 8];
+            &packed[tile * m.tile_bytes() + block * kIntegerStep * kIntegerTile * m.bits / 8];
         if (m.bits == 8) {
           base[quad * 64 + place] = value;
         } else {
@@ -83,8 +83,8 @@ struct Matrix {
 float product(const Matrix& matrix, int64_t e, int64_t i, const float* x) {
   const IntegerMatrix& m = matrix.described;
   float total = 0;
-  for (int64_t j = 0; j < m.inner; j += kIntegerBlock) {
-    const int64_t end = std::min(m.inner, j + kIntegerBlock);
+  for (int64_t j = 0; j < m.inner; j += m.block()) {
+    const int64_t end = std::min(m.inner, j + m.block());
     float most = 0;
     bool is_finite = true;
     for (int64_t k = j; k < end; ++k) {
@@ -162,6 +162,31 @@ void test_sizes(IntegerIsa isa) {
         }
       }
     }
+  }
+}
+
+// More rows and more of the inner dimension than a kernel takes at a time.
+void test_large(IntegerIsa isa) {
+  uint64_t seed = 20;
+  for (const int bits : {8, 4}) {
+    for (const int64_t group : {32, 64, 96, 128, 256, 1100}) {
+      const bool zeroed = ++seed % 2 == 0;
+      const Matrix matrix(bits, 18, 1100, group, DType::kBFloat16, zeroed, seed);
+      test_float32(matrix, 12 + group % 5 * 70, true, 2, isa);
+    }
+  }
+}
+
+// A block is what divides a group, and never more than a group.
+void test_blocks() {
+  const int64_t expected[][3] = {{32, 320, 32},   {64, 320, 64},  {96, 320, 32},
+                                 {128, 320, 128}, {192, 320, 64}, {256, 320, 128},
+                                 {320, 320, 128}, {96, 96, 128},  {640, 320, 128}};
+  for (const auto& [group, inner, block] : expected) {
+    IntegerMatrix matrix{};
+    matrix.group = group;
+    matrix.inner = inner;
+    CHECK(matrix.block() == block);
   }
 }
 
@@ -267,9 +292,11 @@ int main() {
   for (const IntegerIsa isa : kIntegerIsas) {
     if (!integer_isa_available(isa)) continue;
     test_sizes(isa);
+    test_large(isa);
     test_extremes(isa);
     test_special_values(isa);
     test_experts(isa);
   }
+  test_blocks();
   test_errors();
 }

@@ -3,11 +3,12 @@
 A product of a few rows takes as long as reading the weight, of which integers have a quarter to an
 eighth of the bytes of float32. A scale, and perhaps a zero, belongs to a *group* of elements of a
 row: all of the row, or a multiple of 32. On the CPU the kernel rounds ``x`` to 8 bits as well, with
-a scale for each 32 elements, as llama.cpp does, and multiplies integers (``csrc/cpu/products/
+a scale for each *block* of its elements, and multiplies integers (``csrc/cpu/products/
 integer_product.cpp``): its results have the same bits on every instruction set, for any number of
 rows. Elsewhere, and without the kernel, the weight is widened to floats.
 
-With ``m`` the largest magnitude of 32 elements of ``x``, rounding them changes an output by at most
+A block has 128, 64 or 32 elements: the most that divide a group; 128 if a group is a row. With
+``m`` the largest magnitude of a block of ``x``, rounding the block changes an output by at most
 ``m / 254`` times the sum of the weight's magnitudes there.
 
 The kernel reads the weight in its own order (``csrc/include/pipekernels/products/

@@ -1,16 +1,17 @@
 // Products of rows with a large matrix of 8- or 4-bit integers, as language models have on CPUs.
 //
-// The rows are rounded to 8 bits first, with a scale for each block of kIntegerBlock elements, so
-// that integers are multiplied and a weight is never widened to a float: the product of a few rows
-// takes as long as reading the matrix. Sums of a block are exact; blocks are added in their order,
-// each by one fused multiplication and addition in float32. So every instruction set gives the same
-// bits, for any number of rows and threads.
+// The rows are rounded to 8 bits first, with a scale for each block of their elements, so that
+// integers are multiplied and a weight is never widened to a float: the product of a few rows takes
+// as long as reading the matrix. A block is part of a group of the matrix, or a group: see
+// IntegerMatrix::block(). Sums of a block are exact; blocks are added in their order, each by one
+// fused multiplication and addition in float32. So every instruction set gives the same bits, for
+// any number of rows and threads.
 //
 // The matrix lies as kernels read it, in one sequence. Its columns, the outputs, come in tiles of
-// kIntegerTile and its inner dimension in blocks, both filled up:
+// kIntegerTile and its inner dimension in steps of kIntegerStep, both filled up:
 //
-//    8 bits    [tile][block][8 quads][16 columns][4]
-//    4 bits    [tile][block][4 pairs of quads][16 columns][4], quad j low and quad j + 4 high
+//    8 bits    [tile][step][8 quads][16 columns][4]
+//    4 bits    [tile][step][4 pairs of quads][16 columns][4], quad j low and quad j + 4 high
 //
 // where a quad are 4 elements that follow each other in the inner dimension.
 #pragma once
@@ -21,23 +22,25 @@
 
 namespace pipekernels {
 
-constexpr int64_t kIntegerBlock = 32, kIntegerTile = 16;
+constexpr int64_t kIntegerStep = 32, kIntegerTile = 16, kLongestIntegerBlock = 128;
 
 // The instruction sets that integer products are compiled for. kAvxVnni and kAvx512Vnni multiply
-// and add four bytes in one instruction. Matrix registers (AMX) gained a tenth on many
-// rows: the sums of each block leave them through memory.
-enum class IntegerIsa { kPortable, kAvx2, kAvxVnni, kAvx512Vnni };
+// and add four bytes in one instruction; kAmx is kAvx512Vnni with matrix registers for many rows.
+enum class IntegerIsa { kPortable, kAvx2, kAvxVnni, kAvx512Vnni, kAmx };
 
 constexpr IntegerIsa kIntegerIsas[] = {IntegerIsa::kPortable, IntegerIsa::kAvx2,
-                                       IntegerIsa::kAvxVnni, IntegerIsa::kAvx512Vnni};
+                                       IntegerIsa::kAvxVnni, IntegerIsa::kAvx512Vnni,
+                                       IntegerIsa::kAmx};
 
+// Asks the kernel for the matrix registers if it is the first call for them.
 bool integer_isa_available(IntegerIsa isa);
 
 // The fastest one that this machine supports.
 IntegerIsa best_integer_isa();
 
 // A matrix of (value - zero) * scale, where `value` is unsigned. A group are `group` elements of
-// the inner dimension, which share a scale and a zero; the last one may be shorter.
+// the inner dimension, which share a scale and a zero; the last one may be shorter. Zeros of 4 bits
+// are at most 128.
 struct IntegerMatrix {
   const uint8_t* values;  // as above
   const void* scales;     // [tile][group][16 columns]
@@ -47,9 +50,17 @@ struct IntegerMatrix {
   DType scale_dtype;  // kFloat32, kFloat16 or kBFloat16
 
   int64_t tiles() const { return (columns + kIntegerTile - 1) / kIntegerTile; }
-  int64_t blocks() const { return (inner + kIntegerBlock - 1) / kIntegerBlock; }
+  int64_t steps() const { return (inner + kIntegerStep - 1) / kIntegerStep; }
   int64_t groups() const { return (inner + group - 1) / group; }
-  int64_t tile_bytes() const { return blocks() * kIntegerBlock * kIntegerTile * bits / 8; }
+  int64_t tile_bytes() const { return steps() * kIntegerStep * kIntegerTile * bits / 8; }
+
+  // Elements of a row of `x` that share a scale: the most of 128, 64 and 32 that divide a group. If
+  // a group is a row, 128. The last block may be shorter.
+  int64_t block() const {
+    int64_t block = kLongestIntegerBlock;
+    while (group < inner && group % block != 0) block /= 2;
+    return block;
+  }
 };
 
 // out[r][i] = sum over j of x[r][j] * matrix[i][j], plus bias[i] unless `bias` is null, rounded
@@ -67,7 +78,7 @@ struct IntegerProduct {
 };
 
 // Throws std::invalid_argument for other dtypes or bits, and for a `group` that is neither a
-// multiple of kIntegerBlock nor at least `inner`.
+// multiple of kIntegerStep nor at least `inner`.
 void integer_product(const IntegerProduct& product, const IntegerMatrix& matrix, int threads,
                      IntegerIsa isa = best_integer_isa());
 
