@@ -1,4 +1,4 @@
-"""The build: where it finds tools, stale folders, CUDA or not, failures, source distributions."""
+"""The build: where it finds tools, CUDA or not, failures, source distributions."""
 
 import importlib.util
 import os
@@ -42,27 +42,6 @@ def configure(
     command = [script.find_tool("cmake"), "-S", ROOT / "csrc", "-B", folder, "-G", "Ninja"]
     ninja = f"-DCMAKE_MAKE_PROGRAM={script.find_tool('ninja')}"
     return run(*command, ninja, "-DPIPEKERNELS_PYTHON=OFF", *options, code=None, env=environment)
-
-
-def test_a_build_folder_of_another_path_or_compiler_is_cleared(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    here, copy = tmp_path / "here" / "build", tmp_path / "copy" / "build"
-
-    def keeps(build_dir: Path) -> bool:
-        (build_dir / "kept").touch()
-        script.renew(build_dir)
-        return (build_dir / "kept").exists()
-
-    script.renew(here)
-    assert keeps(here)
-    shutil.copytree(here, copy)
-    assert not keeps(copy)
-    assert keeps(copy)
-    monkeypatch.setenv("CXX", "another")
-    assert not keeps(here)
-    assert keeps(here)
 
 
 def test_other_systems_than_linux_are_refused(script: ModuleType, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import reference
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipekernels.ops import concat_micro_batches, split_micro_batches
@@ -300,19 +299,6 @@ def test_compiles_into_one_graph(
         out.sum().backward()
         assert torch.equal(out, x.to(out.dtype) * 2 + y) and out.dtype == (dtype or x.dtype)
         assert torch.equal(x.grad, torch.full_like(x, 2))
-
-
-def test_fake_tensors_need_no_memory() -> None:
-    x = torch.empty(1 << 20, 1 << 20, device="meta")
-    parts = split_micro_batches(x, 3, dim=1)
-    assert [p.shape for p in parts] == [(1 << 20, 349526), (1 << 20, 349525), (1 << 20, 349525)]
-    assert concat_micro_batches(parts, dim=1).shape == x.shape
-    halves = split_micro_batches(x, 3, dtype=torch.float16)
-    assert all(part.dtype == torch.float16 for part in halves)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        parts = split_micro_batches(torch.randn(5, 2), 2)
-        assert [p.shape for p in parts] == [(3, 2), (2, 2)]
-        assert all(isinstance(p, FakeTensor) for p in parts)
 
 
 def test_tensors_that_dlpack_does_not_describe() -> None:

@@ -12,11 +12,6 @@ from support.ranks import on, run_threads
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from pipekernels import ColumnParallelLinear, Communicator, RowParallelLinear
 from pipekernels.tensor_parallel import full_state_dict
@@ -189,26 +184,6 @@ def test_layers_with_a_computed_weight_have_no_full_state() -> None:
             assert_raises(TypeError, "the weight of this .* is computed from", call)
         with pytest.raises(TypeError, match="is computed from"):
             full_state_dict(nn.Sequential(layer))
-
-
-def keep_sums(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op is torch.ops.pipekernels.row_linear.default
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_selective_checkpointing_can_keep_the_sums_over_ranks(dtype: torch.dtype) -> None:
-    (comm,) = Communicator.threads(1)
-    layers = nn.Sequential(RowParallelLinear(4, 6, comm=comm), nn.Tanh())
-    contexts = partial(create_selective_checkpoint_contexts, keep_sums)
-    x = torch.ones(2, 4)
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        expected = layers(x)
-        kept = checkpoint(layers, x, use_reentrant=False, context_fn=contexts)
-    assert kept.dtype == dtype and torch.equal(kept, expected)
-    comm.close()  # The recomputation must not reduce over ranks.
-    grads = [torch.autograd.grad(y.sum(), layers[0].weight)[0] for y in (expected, kept)]
-    assert torch.equal(*grads)
 
 
 def test_inputs_of_a_subclass_keep_it_as_in_a_full_layer() -> None:

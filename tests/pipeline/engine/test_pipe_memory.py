@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.function_layer import FunctionLayer
-from support.pipes import on_cpus, pipe_of
+from support.pipes import pipe_of
 from torch import nn
 
 from pipekernels.pipeline.engine import engine
@@ -148,17 +147,3 @@ def test_an_output_keeps_nothing_after_backward(dim: int, checkpoint: str, execu
     assert all(tensor() is None for tensor in tensors)
     for kept in (x, grad):
         assert torch._C._storage_Use_Count(kept.untyped_storage()._cdata) == 2
-
-
-def test_unsplit_inputs_are_not_kept_after_the_forward(execution: str) -> None:
-    class Cache:
-        pass
-
-    layers = FunctionLayer(lambda given: given[0]), nn.Linear(4, 4), nn.Tanh()
-    pipe = on_cpus(nn.Sequential(*layers), [2, 1], chunks=2, checkpoint="never")
-    cache = Cache()
-    kept = weakref.ref(cache)
-    output = pipe((torch.randn(4, 4), cache))
-    del cache
-    assert kept() is None
-    output.sum().backward()

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from itertools import product
 from typing import Any
 
 import pytest
@@ -145,19 +143,6 @@ def test_threads_use_one_pipe_while_it_trains(options: dict[str, Any], place: to
     for thread in threads:
         thread.join()
     assert right == [True] * 60
-
-
-def test_workers_run_at_the_same_time() -> None:
-    sleep = lambda x: (time.sleep(0.02), x)[1]
-    pipe = pipe_of(FunctionLayer(sleep), FunctionLayer(sleep), chunks=8, execution="threads")
-    with pipe.timeline() as timeline:
-        pipe(torch.ones(8, 2))
-    (phase,) = timeline.phases
-    overlaps = [
-        a.action.stage < b.action.stage and a.start < b.end and b.start < a.end
-        for a, b in product(phase.events, repeat=2)
-    ]
-    assert sum(overlaps) >= 4
 
 
 def test_workers_see_the_callers_context(execution: str) -> None:
