@@ -2,6 +2,7 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -33,12 +34,12 @@
 #include "pipekernels/host/dlpack_tensor.h"
 #include "pipekernels/shared_memory/process.h"
 #include "tensor.h"
+#include "torch_shim.h"
 
 namespace pipekernels::python {
 namespace {
 
-// The Python exception class for a PeerError, constructed as cls(message, rank). A strong
-// reference.
+// A strong reference to the Python class for a PeerError, constructed as cls(message, rank).
 PyObject* peer_error_class = nullptr;
 
 void translate_error(std::exception_ptr error) {
@@ -93,6 +94,18 @@ void check_signals() {
   if (syscall(SYS_gettid) != getpid()) return;  // glibc before 2.30 has no gettid().
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// How many threads copy and add for one of `ranks` processes: those of torch's operations in the
+// main thread, but as a share of its cores: with threads that wait for a core, calls take far
+// longer.
+int intra_op_threads(int ranks) {
+  uint32_t threads = 1;
+  cpu_set_t cores;
+  if (!torch_shim::is_found || syscall(SYS_gettid) != getpid()) return 1;
+  if (torch_shim::torch_get_num_threads(&threads) != 0) return 1;
+  if (sched_getaffinity(0, sizeof(cores), &cores) != 0) return 1;
+  return std::clamp(CPU_COUNT(&cores) / ranks, 1, std::max(1, static_cast<int>(threads)));
 }
 
 // The first call of a rank that is a thread. A thread that is alone in its process would wait for
@@ -155,21 +168,22 @@ std::optional<PlainTensor> as_plain(py::handle tensor) {
                      static_cast<size_t>(elements), static_cast<DType>(dtype), described.dims};
 }
 
-// Runs call(communicator), which moves `bytes`, with the GIL released where that pays.
+// Runs call(communicator), which moves `bytes`, with the GIL released where that pays, and returns
+// true. If the caller does not wait, only a short call of peers that have come: else returns false.
 template <class Body>
-void run_without_gil_if_long(Communicator& communicator, size_t bytes, Body call) {
+bool run_without_gil_if_long(Communicator& communicator, size_t bytes, bool waits, Body call) {
   const GilUntilRelease gil;
-  // Release the GIL at once if the peers are threads, which need it, or if the call takes long;
-  // copying kFewBytes takes some 10 us.
-  constexpr size_t kFewBytes = 256 << 10;
+  // Release the GIL at once if the peers are threads, which need it, or if the call takes long.
+  constexpr size_t kFewBytes = 256 << 10;  // Copying them takes some 10 us.
+  if (!waits && (bytes > kFewBytes || !communicator.meets_peers())) return false;
   if (communicator.is_threads() || bytes > kFewBytes) GilUntilRelease::release();
   call();
+  return true;
 }
 
 // The methods below are the fast paths for common calls. They do nothing and return False for
 // tensors that need preparation, and where a name is not an interned valid one. Defined without
 // pybind11, whose call overhead is as long as a small sum.
-//
 // all_reduce_tensor(tensor, op, algorithm, order) -> bool
 bool all_reduce_tensor(Communicator& communicator, PyObject* const* arguments) {
   const py::handle tensor = arguments[0];
@@ -181,7 +195,7 @@ bool all_reduce_tensor(Communicator& communicator, PyObject* const* arguments) {
     return false;
   }
   const uint32_t shape = plain->dims == 1 ? 0 : shape_digest(tensor.attr("shape"));
-  run_without_gil_if_long(communicator, plain->bytes(), [&] {
+  run_without_gil_if_long(communicator, plain->bytes(), true, [&] {
     all_reduce(communicator, plain->data, plain->count, plain->dtype,
                in_order(static_cast<Reduction>(operation), static_cast<Order>(order)),
                static_cast<Algorithm>(algorithm), shape);
@@ -190,27 +204,54 @@ bool all_reduce_tensor(Communicator& communicator, PyObject* const* arguments) {
   return true;
 }
 
+bool can_gather(const Communicator& communicator, const std::optional<PlainTensor>& input,
+                const std::optional<PlainTensor>& output) {
+  return input && output && input->dtype == output->dtype &&
+         output->count == input->count * communicator.world_size() &&
+         (!input->overlaps(*output) ||
+          input->data == output->data + communicator.rank() * input->bytes());
+}
+
+// all_gather_tensor(input, output) -> bool
+bool all_gather_tensor(Communicator& communicator, PyObject* const* arguments) {
+  const auto input = as_plain(arguments[0]), output = as_plain(arguments[1]);
+  dlpack::Tensor from, to;
+  if (!can_gather(communicator, input, output) || input->dims == 0 ||
+      !describe(arguments[0], from) || !describe(arguments[1], to) ||
+      !dlpack::same_but_for_size_along(0, from, to)) {
+    return false;
+  }
+  const py::handle tensor = arguments[0];
+  const uint32_t shape = input->dims == 1 ? 0 : shape_digest(tensor.attr("shape"));
+  run_without_gil_if_long(communicator, output->bytes(), true, [&] {
+    all_gather(communicator, input->data, output->data, input->count, input->dtype, shape);
+  });
+  mark_changed(arguments[1]);
+  return true;
+}
+
 // Those of torch.distributed, which compares numbers of elements, not shapes: as tensors of one
-// dimension.
+// dimension. The last argument says whether the caller waits; see run_without_gil_if_long().
+bool waits(py::handle argument) { return argument.ptr() == Py_True; }
 
 bool has_reduction(DType dtype, int reduction) {
   return reduction >= 0 && has_reduce_kernels(dtype, static_cast<Reduction>(reduction));
 }
 
-// all_reduce_flat(tensor, op) -> bool
+// all_reduce_flat(tensor, op, waits) -> bool
 bool all_reduce_flat(Communicator& communicator, PyObject* const* arguments) {
   const auto plain = as_plain(arguments[0]);
   const int reduction = code_of<Reduction, kReductions>(arguments[1]);
   if (!plain || !has_reduction(plain->dtype, reduction)) return false;
-  run_without_gil_if_long(communicator, plain->bytes(), [&] {
+  const bool made = run_without_gil_if_long(communicator, plain->bytes(), waits(arguments[2]), [&] {
     all_reduce(communicator, plain->data, plain->count, plain->dtype,
                static_cast<Reduction>(reduction), Algorithm::kAuto);
   });
-  mark_changed(arguments[0]);
-  return true;
+  if (made) mark_changed(arguments[0]);
+  return made;
 }
 
-// reduce_scatter_flat(input, output, op) -> bool
+// reduce_scatter_flat(input, output, op, waits) -> bool
 bool reduce_scatter_flat(Communicator& communicator, PyObject* const* arguments) {
   const auto input = as_plain(arguments[0]), output = as_plain(arguments[1]);
   const int reduction = code_of<Reduction, kReductions>(arguments[2]);
@@ -219,41 +260,37 @@ bool reduce_scatter_flat(Communicator& communicator, PyObject* const* arguments)
       input->overlaps(*output)) {
     return false;
   }
-  run_without_gil_if_long(communicator, input->bytes(), [&] {
+  const bool made = run_without_gil_if_long(communicator, input->bytes(), waits(arguments[3]), [&] {
     reduce_scatter(communicator, input->data, output->data, output->count, output->dtype,
                    static_cast<Reduction>(reduction));
   });
-  mark_changed(arguments[1]);
-  return true;
+  if (made) mark_changed(arguments[1]);
+  return made;
 }
 
-// all_gather_flat(input, output) -> bool
+// all_gather_flat(input, output, waits) -> bool
 bool all_gather_flat(Communicator& communicator, PyObject* const* arguments) {
   const auto input = as_plain(arguments[0]), output = as_plain(arguments[1]);
-  if (!input || !output || input->dtype != output->dtype ||
-      output->count != input->count * communicator.world_size() ||
-      (input->overlaps(*output) &&
-       input->data != output->data + communicator.rank() * input->bytes())) {
-    return false;
-  }
-  run_without_gil_if_long(communicator, output->bytes(), [&] {
+  if (!can_gather(communicator, input, output)) return false;
+  const size_t bytes = output->bytes();
+  const bool made = run_without_gil_if_long(communicator, bytes, waits(arguments[2]), [&] {
     all_gather(communicator, input->data, output->data, input->count, input->dtype);
   });
-  mark_changed(arguments[1]);
-  return true;
+  if (made) mark_changed(arguments[1]);
+  return made;
 }
 
-// broadcast_flat(tensor, root) -> bool
+// broadcast_flat(tensor, root, waits) -> bool
 bool broadcast_flat(Communicator& communicator, PyObject* const* arguments) {
   const auto plain = as_plain(arguments[0]);
   const long root = PyLong_AsLong(arguments[1]);
   if (root == -1) PyErr_Clear();  // Python says what is wrong with it.
   if (!plain || root < 0 || root >= communicator.world_size()) return false;
-  run_without_gil_if_long(communicator, plain->bytes(), [&] {
+  const bool made = run_without_gil_if_long(communicator, plain->bytes(), waits(arguments[2]), [&] {
     broadcast(communicator, plain->data, plain->count, plain->dtype, static_cast<int>(root));
   });
-  mark_changed(arguments[0]);
-  return true;
+  if (made) mark_changed(arguments[0]);
+  return made;
 }
 
 using CommunicatorClass = py::class_<Communicator, std::shared_ptr<Communicator>>;
@@ -323,23 +360,28 @@ void bind_collectives(py::module_& m) {
   CommunicatorClass communicator(m, "Communicator");
   define_fast_method<&all_reduce_tensor, 4>(communicator, "all_reduce_tensor",
                                             "Communicator.all_reduce_tensor");
-  define_fast_method<&all_reduce_flat, 2>(communicator, "all_reduce_flat",
+  define_fast_method<&all_gather_tensor, 2>(communicator, "all_gather_tensor",
+                                            "Communicator.all_gather_tensor");
+  define_fast_method<&all_reduce_flat, 3>(communicator, "all_reduce_flat",
                                           "Communicator.all_reduce_flat");
-  define_fast_method<&reduce_scatter_flat, 3>(communicator, "reduce_scatter_flat",
+  define_fast_method<&reduce_scatter_flat, 4>(communicator, "reduce_scatter_flat",
                                               "Communicator.reduce_scatter_flat");
-  define_fast_method<&all_gather_flat, 2>(communicator, "all_gather_flat",
+  define_fast_method<&all_gather_flat, 3>(communicator, "all_gather_flat",
                                           "Communicator.all_gather_flat");
-  define_fast_method<&broadcast_flat, 2>(communicator, "broadcast_flat",
+  define_fast_method<&broadcast_flat, 3>(communicator, "broadcast_flat",
                                          "Communicator.broadcast_flat");
   communicator
       .def(py::init([](std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
                        double timeout) {
              const bool are_several_threads = pidfds.empty() && segment->world_size() > 1;
+             const int ranks = pidfds.empty() ? 0 : segment->world_size();
              return std::make_shared<Communicator>(
                  std::move(segment), rank, std::move(pidfds), Seconds(timeout), &check_signals,
-                 &GilUntilRelease::release, [are_several_threads, rank] {
+                 &GilUntilRelease::release,
+                 [are_several_threads, rank] {
                    if (are_several_threads) check_not_alone(rank);
-                 });
+                 },
+                 [ranks] { return ranks > 0 ? intra_op_threads(ranks) : 1; });
            }),
            py::arg("segment").none(false), py::arg("rank"), py::arg("pidfds"), py::arg("timeout"))
       .def("allocate",

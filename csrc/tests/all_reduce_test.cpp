@@ -9,6 +9,7 @@
 #include <cstring>
 #include <random>
 
+#include "openmp.h"
 #include "pipekernels/collectives/all_gather.h"
 #include "pipekernels/collectives/broadcast.h"
 #include "pipekernels/collectives/gather.h"
@@ -253,7 +254,8 @@ void test_write_prefetch() {
       threads.emplace_back([&, rank] {
         const bool prefetches = prefetching >> rank & 1;
         Communicator communicator(  // With pidfds, as for processes, so that tensors are staged.
-            Segment::map(fd, 2), rank, {-1, -1}, Seconds(30), [] {}, [] {}, [] {}, prefetches);
+            Segment::map(fd, 2), rank, {-1, -1}, Seconds(30), [] {}, [] {}, [] {}, [] { return 1; },
+            prefetches);
         for (size_t count : {0, 1, 250, 256, 500, 512, 1000, 1024, 1025, 5000}) {
           for (const DType dtype : kDTypes) {
             Bytes data = values(dtype, count, 5, rank);
@@ -275,6 +277,17 @@ void test_choice() {
     CHECK(choose_algorithm(1, ranks) == Algorithm::kOneShot);
     CHECK(choose_algorithm(limit, ranks) == Algorithm::kOneShot);
     CHECK(choose_algorithm(limit + 1, ranks) == Algorithm::kTwoShot);
+  }
+}
+
+// A rank that has announced its call is met by a rank that comes later, and does not meet it.
+void test_meeting(Communicator& communicator, const SharedCounter& announced) {
+  const int me = communicator.rank();
+  for (int call = 1; call <= 20; ++call) {
+    if (me != call % 2) announced.wait_for(call);
+    CHECK(communicator.meets_peers() == (me != call % 2));
+    if (me == call % 2) announced.add();
+    random_call(communicator, call);
   }
 }
 
@@ -396,6 +409,14 @@ int main(int argc, char** argv) {
     run_threads(world_size, body);
   }
   run_threads(8, [&](Communicator& c) { stress(c, 8, calls / 4); });
+  threads_of_a_rank = 3;
+  for (int world_size = 2; world_size <= 4; ++world_size) {
+    const auto body = [&](Communicator& c) { stress(c, 20 + world_size, calls); };
+    run_processes(world_size, body);
+    run_threads(world_size, body);
+  }
+  for (int seed = 0; seed < calls / 6; ++seed) test_kill(2 + seed % 3, 100 + seed);
+  threads_of_a_rank = 1;
   for (const auto run : {run_threads, +[](int n, const RankBody& body, Seconds timeout) {
                            run_processes(n, body, timeout);
                          }}) {
@@ -406,6 +427,8 @@ int main(int argc, char** argv) {
     run(3, [](Communicator& c) { test_close(c, false); }, Seconds(30));
     run(3, [](Communicator& c) { test_close(c, true); }, Seconds(30));
     run(2, test_concurrent, Seconds(30));
+    const SharedCounter announced;
+    run(2, [&](Communicator& c) { test_meeting(c, announced); }, Seconds(30));
   }
   for (int seed = 0; seed < calls / 6; ++seed) test_kill(2 + seed % 3, seed);
   if (delayed) return 0;

@@ -19,10 +19,13 @@ namespace pipekernels {
 
 using RankBody = std::function<void(Communicator&)>;
 
+inline std::atomic<int> threads_of_a_rank{1};  // For large copies and sums.
+
 inline std::unique_ptr<Communicator> join(int fd, int world_size, int rank, std::vector<int> pidfds,
                                           Seconds timeout) {
-  return std::make_unique<Communicator>(Segment::map(fd, world_size), rank, std::move(pidfds),
-                                        timeout, [] {});
+  return std::make_unique<Communicator>(
+      Segment::map(fd, world_size), rank, std::move(pidfds), timeout, [] {}, [] {}, [] {},
+      [] { return threads_of_a_rank.load(); });
 }
 
 inline void run_threads(int world_size, const RankBody& body, Seconds timeout = Seconds(30)) {
@@ -32,7 +35,8 @@ inline void run_threads(int world_size, const RankBody& body, Seconds timeout = 
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world_size; ++rank) {
     threads.emplace_back([&, rank] {
-      Communicator communicator(segment, rank, {}, timeout, [] {});
+      Communicator communicator(
+          segment, rank, {}, timeout, [] {}, [] {}, [] {}, [] { return threads_of_a_rank.load(); });
       body(communicator);
     });
   }

@@ -57,6 +57,7 @@ class Collectives:
         self._rank = rank
         self._world_size = world_size
         self._all_reduce_tensor = cpu_backend.all_reduce_tensor
+        self._all_gather_tensor = cpu_backend.all_gather_tensor
         self._cuda_backend: DeviceBackend | None = None  # Made at the first use of CUDA.
         self._parent: weakref.ref[Collectives] | None = None  # That it was split off.
         self._lock = threading.Lock()  # Held while ``_cuda_backend`` is made.
@@ -168,9 +169,15 @@ class Collectives:
         """
         check_tensor(input)
         check_has_rows(input)
+        shape = (self._world_size * input.shape[0], *input.shape[1:])
+        output = out
+        if output is None:
+            output = torch.empty(shape, dtype=input.dtype, device=input.device)
+        # As in all_reduce().
+        if not is_profiler_enabled() and self._all_gather_tensor(input, output):
+            return output
         dense = to_dense(input)
-        rows = self._world_size * input.shape[0]
-        output = output_for(dense, (rows, *input.shape[1:]), out, self._rank * dense.nbytes)
+        output = output_for(dense, shape, output, self._rank * dense.nbytes)
         with in_profile("all_gather of %d bytes", output.nbytes):
             self._backend_for(input.device).all_gather(dense, output)
         if out is not None:

@@ -42,6 +42,8 @@ class ProcessGroupBackend:
         """Whether the extension could do the call without the checks in Python."""
         return False
 
+    all_gather_tensor = all_reduce_tensor
+
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
         operation, group = self._operation(tensor, op), self._open()
         dist.all_reduce(tensor, _OPERATIONS[operation], group)

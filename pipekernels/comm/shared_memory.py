@@ -82,8 +82,9 @@ class SharedMemoryBackend(NativeBackend):
         # in one native call. They return False for tensors, dtypes and operations that the methods
         # here have to serve, whose tensors must then have one dimension.
         self.core = core
-        # Communicator.all_reduce(), checks included, in one call if possible; returns whether.
+        # These methods of Communicator, checks included, in one call if possible; return whether.
         self.all_reduce_tensor = core.all_reduce_tensor
+        self.all_gather_tensor = core.all_gather_tensor
         # Makes symmetric tensors. Without room the native call raises an error.
         self.empty = cast(
             "Callable[[torch.Size, torch.dtype], Tensor]",

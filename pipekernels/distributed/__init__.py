@@ -15,7 +15,8 @@ Torch restricts ``monitored_barrier``, and DDP's built-in C++ hook ``FP16_COMPRE
 backends; the Python hook of that name works. ``split_group`` needs an accelerator: use
 ``new_group``.
 
-Asynchronous calls run one after another on a thread of the group. A lost rank ends the group: its
+Asynchronous calls run one after another: small ones where they are made, if all peers come within
+20 us, the others on a thread of the group. A lost rank ends the group: its
 errors are those of a communicator (:class:`pipekernels.PeerError`, ``TimeoutError``); if torch
 waits in C++, as in DDP, they arrive as a ``RuntimeError`` that quotes them.
 

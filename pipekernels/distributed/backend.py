@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, cast
@@ -20,7 +21,7 @@ from pipekernels._torch_private import (
 from pipekernels.comm.bootstrap.rendezvous import host_identity, over_store
 from pipekernels.comm.tensors import put_back, to_dense_in_place
 from pipekernels.distributed.collectives import COLLECTIVES, Collective, check_alike, tensors_in
-from pipekernels.distributed.group import DONE, ENDED, Group
+from pipekernels.distributed.group import DONE, ENDED, Group, Work
 
 if TorchVersion(torch.__version__) < "2.7":
     raise ImportError(
@@ -35,17 +36,20 @@ class BackendGroup(Group):
 
     def _start(self, call: Collective, method: str, arguments: Sequence[Any], opts: Any) -> Any:
         """The work of ``call``, which torch makes by ``method`` of these arguments and options."""
-        # The short way of a small tensor: one native call on this thread. The caller waits, no
-        # earlier call is left, and nobody looks.
-        if (
-            self._last is DONE
-            and not getattr(opts, "asyncOp", True)
-            and not is_profiler_enabled()
-            and not dispatch_mode_count()
-        ):
+        # The short way of a small tensor: one native call on this thread. The caller waits or all
+        # peers have come, no earlier call is left, and nobody looks.
+        if self._is_idle() and not is_profiler_enabled() and not dispatch_mode_count():
             only = arguments[0] if call.arguments == 1 else arguments
-            if len(only) == call.arguments and call.native(*only):
-                return ENDED
+            waits = not getattr(opts, "asyncOp", True)
+            try:
+                if len(only) == call.arguments and call.native(waits, *only):
+                    return ENDED if waits else Work(DONE, [only[0]])
+            except Exception as error:
+                if waits:
+                    raise
+                self._last = concurrent.futures.Future()
+                self._last.set_exception(error)
+                return Work(self._last, [only[0]])
         # The last tensor, which all ranks give, decides who serves the call: all must agree.
         parts = _parts_of(arguments, call.has_parts)
         tensors = tensors_in(parts[-1][:2]) if parts else []
@@ -85,7 +89,7 @@ def _run(call: Collective, parts: list[list[Any]]) -> None:
         call.check(*part)
     with torch.inference_mode():  # Allows writes to its tensors.
         for result, *inputs in parts:
-            if call.native(result, *inputs):
+            if call.native(True, result, *inputs):
                 continue
             if call.copies:
                 call.run(result, *inputs)

@@ -55,8 +55,9 @@ class Collective:
         self.comm = group._comm
         self.backend = group._backend
 
-    def native(self, *part: Any) -> bool:
-        """Make the call for one part in one native call; returns False if there is none for it."""
+    def native(self, waits: bool, *part: Any) -> bool:
+        """Make the call for one part in one native call; returns False if there is none for it, or
+        if the caller does not wait and the call may take long."""
         return False
 
     def check(self, *part: Any) -> None:
@@ -80,8 +81,8 @@ class Reduction(Collective):
 class AllReduce(Reduction):
     name, methods, arguments = "all_reduce", ("allreduce", "allreduce_coalesced"), 1
 
-    def native(self, tensor: Tensor) -> bool:
-        return self.factor is None and self.backend.core.all_reduce_flat(tensor, self.op)
+    def native(self, waits: bool, tensor: Tensor) -> bool:
+        return self.factor is None and self.backend.core.all_reduce_flat(tensor, self.op, waits)
 
     def check(self, tensor: Tensor) -> None:
         derived.check(tensor, self.op)
@@ -111,10 +112,10 @@ class ReduceScatter(Reduction):
         *("_reduce_scatter_base", "reduce_scatter_single"),
     )
 
-    def native(self, output: Tensor, input: Tensor) -> bool:
+    def native(self, waits: bool, output: Tensor, input: Tensor) -> bool:
         if self.factor is not None:
             return False
-        return self.backend.core.reduce_scatter_flat(input, output, self.op)
+        return self.backend.core.reduce_scatter_flat(input, output, self.op, waits)
 
     def check(self, output: Tensor, input: Tensor) -> None:
         check_rows(self.name, self.group.size(), input, output)
@@ -156,8 +157,8 @@ class Rooted(Collective):
 class Broadcast(Rooted):
     name, methods, arguments = "broadcast", ("broadcast",), 1
 
-    def native(self, tensor: Tensor) -> bool:
-        return self.backend.core.broadcast_flat(tensor, self.root)
+    def native(self, waits: bool, tensor: Tensor) -> bool:
+        return self.backend.core.broadcast_flat(tensor, self.root, waits)
 
     def run(self, tensor: Tensor) -> None:
         self.comm.broadcast(tensor.view(-1), self.root)
@@ -186,8 +187,8 @@ class AllGather(Collective):
         *("_allgather_base", "all_gather_single"),
     )
 
-    def native(self, output: Tensor, input: Tensor) -> bool:
-        return self.backend.core.all_gather_flat(input, output)
+    def native(self, waits: bool, output: Tensor, input: Tensor) -> bool:
+        return self.backend.core.all_gather_flat(input, output, waits)
 
     def check(self, output: Tensor, input: Tensor) -> None:
         check_rows(self.name, self.group.size(), output, input)

@@ -36,12 +36,19 @@ DONE.set_result(None)
 
 
 class Work(dist.Work):
-    """A call that runs on the group's thread, or has run."""
+    """A call that runs on the group's thread, or has run. ``follow`` is called when callbacks have
+    been added to a call that is left."""
 
-    def __init__(self, call: concurrent.futures.Future[None], results: list[Tensor]) -> None:
+    def __init__(
+        self,
+        call: concurrent.futures.Future[None],
+        results: list[Tensor],
+        follow: Callable[[], object] = lambda: None,
+    ) -> None:
         super().__init__()
         self._call = call
         self._results = results
+        self._follow = follow
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """Wait for the call; raise its error. A timeout of 0 means no timeout."""
@@ -73,7 +80,10 @@ class Work(dist.Work):
         ended: torch.futures.Future[None] = torch.futures.Future()
         # Raise an error from a callback: only then does C++ see it as an error.
         answer = ended.then(lambda _: self.result())
+        is_left = not self._call.done()
         self._call.add_done_callback(lambda _: ended.set_result(None))
+        if is_left:
+            self._follow()
         return answer
 
 
@@ -231,9 +241,7 @@ class Group(dist.ProcessGroup):
                 "this group belongs to the process that made it, and cannot be used in a forked "
                 "child; make a new one there"
             )
-        if self._last is not DONE and self._last.done():
-            self._last = DONE
-        at_once = self._last is DONE and not getattr(opts, "asyncOp", True)
+        at_once = not getattr(opts, "asyncOp", True) and self._is_idle()
         with in_profile(
             "%s of %d bytes", name, sum([result.nbytes for result in results])
         ) as shown:
@@ -244,10 +252,19 @@ class Group(dist.ProcessGroup):
                 body()
                 return ENDED if at_once else Work(DONE, results)
             self._last = self._thread.submit(self._run_on_thread, body)
-            work = Work(self._last, results)
+            work = Work(self._last, results, self._follow)
             if shown is not None:  # The range of the profiler lasts as long as the call.
                 end_with(shown, work.get_future())
         return work
+
+    def _is_idle(self) -> bool:
+        """Whether the thread has ended all calls, with their callbacks."""
+        if self._last is not DONE and self._last.done():
+            self._last = DONE
+        return self._last is DONE
+
+    def _follow(self) -> None:
+        self._last = self._thread.submit(lambda: None)  # After the callbacks.
 
     def _run_on_thread(self, body: Callable[[], object]) -> None:
         self._thread_id = threading.get_ident()

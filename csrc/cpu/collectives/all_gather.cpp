@@ -22,20 +22,23 @@ void all_gather(Communicator& communicator, const void* input, void* output, siz
     const auto copy_in = [&](size_t k) {
       if (collective.direct()) return;
       const Range block = blocks(0, k);
-      copy_bytes(collective.staging(me, k), mine + block.begin * size, block.count * size);
+      collective.copy(collective.staging(me, k), mine + block.begin * size, block.count * size);
     };
     const auto gather = [&](size_t k, const Range& block) {
-      for (int rank = 0; rank < collective.world_size(); ++rank) {
-        const std::byte* data = rank == me ? mine : collective.data_of(rank);
-        copy_bytes(all + (rank * count + block.begin) * size,
-                   data ? data + block.begin * size : collective.staging(rank, k),
-                   block.count * size);
-      }
+      collective.in_parts_of_peers(block.count * size, [&](int rank, int part, int parts) {
+        const Range piece = part_of(block, part, parts);
+        const std::byte* data = collective.data_of(rank);
+        const size_t skipped = piece.begin - block.begin;
+        copy_bytes(all + (rank * count + piece.begin) * size,
+                   data ? data + piece.begin * size : collective.staging(rank, k) + skipped * size,
+                   piece.count * size);
+      });
     };
 
     size_t rounds = blocks.blocks();
     copy_in(0);
     collective.signal();
+    collective.copy(all + me * count * size, mine, count * size);  // While the peers come.
     collective.wait();
     const int direct = collective.direct_ranks();
     if (direct == collective.world_size()) {

@@ -28,10 +28,10 @@ void broadcast(Communicator& communicator, void* data, size_t count, DType dtype
     const auto copy_in = [&](size_t k) {
       if (me != root || collective.direct()) return;
       const Range block = blocks(0, k);
-      copy_bytes(collective.staging(me, k), mine + block.begin * size, block.count * size);
+      collective.copy(collective.staging(me, k), mine + block.begin * size, block.count * size);
     };
     const auto copy_out = [&](const std::byte* source, const Range& block) {
-      if (me != root) copy_bytes(mine + block.begin * size, source, block.count * size);
+      if (me != root) collective.copy(mine + block.begin * size, source, block.count * size);
     };
 
     size_t rounds = blocks.blocks();

@@ -24,6 +24,8 @@ constexpr std::chrono::milliseconds kPollInterval{20};
 constexpr int kSpinsFirst = 200;  // In the first wait of a collective.
 constexpr int kSpins = 1000;      // In later waits.
 constexpr int kYields = 200;
+// How long meets_peers() looks for its peers: less than what it takes a thread to wake and return.
+constexpr std::chrono::microseconds kLook{20};
 
 constexpr double kMaxTimeout = 1e10;  // Seconds; as nanoseconds they fit into 64 bits.
 
@@ -61,13 +63,14 @@ std::string format_seconds(Seconds duration) {
 Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds,
                            Seconds timeout, std::function<void()> interrupt,
                            std::function<void()> before_wait, std::function<void()> first_call,
-                           bool prefetch_writes)
+                           std::function<int()> threads, bool prefetch_writes)
     : rank_(check_rank(rank, segment->world_size())),
       world_size_(segment->world_size()),
       timeout_(timeout),
       interrupt_(std::move(interrupt)),
       before_wait_(std::move(before_wait)),
       first_call_(std::move(first_call)),
+      threads_(std::move(threads)),
       prefetch_writes_(prefetch_writes),
       oversubscribed_(sysconf(_SC_NPROCESSORS_ONLN) < world_size_),
       process_(process_generation()),
@@ -138,6 +141,23 @@ void Communicator::check_usable() const {
     throw std::runtime_error(message);
   }
   throw PeerError(failure_->culprit, failure_->reason, message);
+}
+
+bool Communicator::meets_peers() {
+  check_process();
+  const std::unique_lock<std::timed_mutex> hold(mutex_, std::try_to_lock);
+  if (!hold || failure_ || closed_.load(std::memory_order_relaxed)) return false;
+  const auto next = static_cast<uint32_t>(calls_ + 1);
+  state(rank_).coming.store(next, std::memory_order_relaxed);
+  const auto end = Clock::now() + (oversubscribed_ ? Clock::duration(0) : kLook);
+  for (int rank = 0; rank < world_size_; ++rank) {
+    const std::atomic<uint32_t>& coming = state(rank).coming;
+    while (static_cast<int32_t>(coming.load(std::memory_order_relaxed) - next) < 0) {
+      if (Clock::now() >= end) return false;
+      relax();
+    }
+  }
+  return true;
 }
 
 // ---- waiting ----------------------------------------------------------------------------------
@@ -302,7 +322,9 @@ void Communicator::fail(Failure failure) {
 // ---- a collective -----------------------------------------------------------------------------
 
 Collective::Collective(Communicator& communicator, const Call& call, const void* data, size_t bytes)
-    : communicator_(communicator), bytes_(bytes) {
+    : communicator_(communicator),
+      bytes_(bytes),
+      threads_(bytes < kManyBytes ? 1 : std::max(1, communicator.threads_())) {
   communicator_.lock();
   try {
     communicator_.check_usable();
@@ -333,7 +355,11 @@ Collective::~Collective() {
 void Collective::signal() {
   fuzz_delay();
   // Right before the signal, since both share a cache line that peers are polling.
-  if (!published_) descriptor(rank()) = mine_;
+  if (!published_) {
+    descriptor(rank()) = mine_;
+    const auto call = static_cast<uint32_t>(communicator_.calls_);
+    communicator_.state(rank()).coming.store(call, std::memory_order_relaxed);
+  }
   published_ = true;
   Signal& arrivals = communicator_.state(rank()).arrivals;
   arrivals.raise(arrivals.own_value() + 1);

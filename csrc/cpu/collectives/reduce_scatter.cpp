@@ -23,23 +23,28 @@ void reduce_scatter(Communicator& communicator, const void* input, void* output,
   run_collective(communicator, call, input, terms * count * size, [&](Collective& collective) {
     const auto copy_in = [&](size_t k) {
       if (collective.direct()) return;
-      for (int rank = 0; rank < terms; ++rank) {
-        if (rank == me) continue;
+      collective.in_parts_of_peers(block_size, [&](int rank, int part, int parts) {
         const Range block = slices(rank, k);
-        copy_bytes(collective.staging(me, k) + rank * block_size, mine + block.begin * size,
-                   block.count * size);
-      }
+        const Range piece = part_of(block, part, parts);
+        std::byte* staged = collective.staging(me, k) + rank * block_size;
+        copy_bytes(staged + (piece.begin - block.begin) * size, mine + piece.begin * size,
+                   piece.count * size);
+      });
     };
-    std::vector<const void*> sources(terms);
     const auto reduce = [&](size_t k, const Range& block) {
-      for (int rank = 0; rank < terms; ++rank) {
-        const std::byte* data = rank == me ? mine : collective.data_of(rank);
-        sources[rank] =
-            data ? data + block.begin * size : collective.staging(rank, k) + me * block_size;
-      }
-      const size_t begin = block.begin - slices.slice(me).begin;
-      void* destination = static_cast<std::byte*>(output) + begin * size;
-      kernels.reduce(destination, sources.data(), terms, block.count);
+      collective.in_parts(1, block.count * size, [&](int, int part, int parts) {
+        const Range piece = part_of(block, part, parts);
+        std::vector<const void*> sources(terms);
+        for (int rank = 0; rank < terms; ++rank) {
+          const std::byte* data = rank == me ? mine : collective.data_of(rank);
+          const std::byte* staged = collective.staging(rank, k) + me * block_size;
+          sources[rank] =
+              data ? data + piece.begin * size : staged + (piece.begin - block.begin) * size;
+        }
+        const size_t begin = piece.begin - slices.slice(me).begin;
+        void* destination = static_cast<std::byte*>(output) + begin * size;
+        kernels.reduce(destination, sources.data(), terms, piece.count);
+      });
     };
 
     size_t rounds = slices.blocks();

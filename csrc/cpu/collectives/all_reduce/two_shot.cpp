@@ -10,11 +10,15 @@ void two_shot_in_place(Collective& collective, const Operand& operand) {
   const int terms = collective.world_size();
   const Range slice = Slices::even(operand.count, terms, operand.element_size, operand.count)
                           .slice(collective.rank());
-  std::vector<void*> data(terms);
-  for (int rank = 0; rank < terms; ++rank) {
-    data[rank] = collective.data_of(rank) + slice.begin * operand.element_size;
-  }
-  operand.reduce_in_place(data, collective.rank(), slice.count);
+  const size_t bytes = slice.count * operand.element_size;
+  collective.in_parts(1, bytes, [&](int, int part, int parts) {
+    const Range piece = part_of(slice, part, parts);
+    std::vector<void*> data(terms);
+    for (int rank = 0; rank < terms; ++rank) {
+      data[rank] = collective.data_of(rank) + piece.begin * operand.element_size;
+    }
+    operand.reduce_in_place(data, collective.rank(), piece.count);
+  });
   collective.signal();
   collective.wait();
 }
@@ -52,12 +56,13 @@ void two_shot(Collective& collective, const Operand& operand) {
   // Calls copy(data, staged, bytes) for this rank's blocks of all peers' slices.
   const auto for_peers = [&](size_t k, auto copy) {
     if (collective.direct() || k >= rounds) return;
-    for (int rank = 0; rank < terms; ++rank) {
-      if (rank == me) continue;
+    collective.in_parts_of_peers(block_size, [&](int rank, int part, int parts) {
       const Range block = slices(rank, k);
-      copy(operand.at(block.begin), collective.staging(me, k) + rank * block_size,
-           block.count * size);
-    }
+      const Range piece = part_of(block, part, parts);
+      std::byte* staged = collective.staging(me, k) + rank * block_size;
+      copy(operand.at(piece.begin), staged + (piece.begin - block.begin) * size,
+           piece.count * size);
+    });
   };
   const auto copy_in = [&](size_t k) {
     for_peers(k, [](void* data, void* staged, size_t bytes) { copy_bytes(staged, data, bytes); });
@@ -65,15 +70,19 @@ void two_shot(Collective& collective, const Operand& operand) {
   const auto gather = [&](size_t k) {
     for_peers(k, [](void* data, void* staged, size_t bytes) { copy_bytes(data, staged, bytes); });
   };
-  std::vector<void*> tensors(terms);
   const auto reduce = [&](size_t k) {
     const Range block = slices(me, k);
-    for (int rank = 0; rank < terms; ++rank) {
-      std::byte* whole = rank == me ? operand.data : collective.data_of(rank);
-      tensors[rank] =
-          whole ? whole + block.begin * size : collective.staging(rank, k) + me * block_size;
-    }
-    operand.reduce_in_place(tensors, me, block.count);
+    collective.in_parts(1, block.count * size, [&](int, int part, int parts) {
+      const Range piece = part_of(block, part, parts);
+      std::vector<void*> tensors(terms);
+      for (int rank = 0; rank < terms; ++rank) {
+        std::byte* whole = rank == me ? operand.data : collective.data_of(rank);
+        std::byte* staged = collective.staging(rank, k) + me * block_size;
+        tensors[rank] =
+            whole ? whole + piece.begin * size : staged + (piece.begin - block.begin) * size;
+      }
+      operand.reduce_in_place(tensors, me, piece.count);
+    });
   };
 
   copy_in(0);

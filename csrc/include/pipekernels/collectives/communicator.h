@@ -10,6 +10,7 @@
 // has left the communicator and a signal of it is still missing, that signal will never come.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -22,8 +23,11 @@
 #include <string>
 #include <vector>
 
+#include "pipekernels/collectives/slices.h"
+#include "pipekernels/elements/copy.h"
 #include "pipekernels/host/errors.h"
 #include "pipekernels/host/isa.h"
+#include "pipekernels/host/parallel_for.h"
 #include "pipekernels/shared_memory/segment.h"
 #include "pipekernels/shared_memory/symmetric_heap.h"
 
@@ -41,13 +45,15 @@ class Communicator {
   // closes them. Empty if the ranks are threads of this process. `timeout` bounds every wait.
   // `interrupt` is called every 20 ms during a wait, and may throw to end it. `before_wait` is
   // called before a wait that may take longer than some 10 us, `first_call` before the first
-  // collective, which it may refuse by throwing. `prefetch_writes`: see write_prefetch_pays() in
-  // isa.h. Throws std::invalid_argument if `rank` is not a rank of the segment, the number of
+  // collective, which it may refuse by throwing. `threads`: on how many threads the caller's large
+  // collectives may copy and add, see parallel_for(). `prefetch_writes`: see write_prefetch_pays()
+  // in isa.h. Throws std::invalid_argument if `rank` is not a rank of the segment, the number of
   // `pidfds` is wrong, or `timeout` is not in (0, 1e10] seconds.
   Communicator(
       std::shared_ptr<Segment> segment, int rank, std::vector<int> pidfds, Seconds timeout,
       std::function<void()> interrupt, std::function<void()> before_wait = [] {},
-      std::function<void()> first_call = [] {}, bool prefetch_writes = write_prefetch_pays());
+      std::function<void()> first_call = [] {}, std::function<int()> threads = [] { return 1; },
+      bool prefetch_writes = write_prefetch_pays());
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -65,6 +71,12 @@ class Communicator {
 
   // Throws if this communicator is closed, has failed, or was made by the parent process.
   void check();
+  // Throws if this communicator was made by the parent process.
+  void check_process() const;
+  // Tells the peers that this rank is about to make its next collective, which it must then do
+  // without waiting for anything else. Returns whether all peers have told the same within some
+  // microseconds: if so, that collective does not depend on what else their programs do.
+  bool meets_peers();
   // Marks this rank as failed after an error outside of its collectives on the CPU, and tells the
   // peers.
   void fail_externally(Reason reason, int culprit, const std::string& message);
@@ -89,7 +101,6 @@ class Communicator {
   RankState& state(int rank) const { return segment_->state(rank); }
 
   void lock();
-  void check_process() const;
   void check_usable() const;
   void await(Signal& signal, uint32_t target, int owner, int spins) const;
   void await_slowly(Signal& signal, uint32_t target, int owner) const;
@@ -106,6 +117,7 @@ class Communicator {
   const int world_size_;
   const Seconds timeout_;
   const std::function<void()> interrupt_, before_wait_, first_call_;
+  const std::function<int()> threads_;
   const bool prefetch_writes_;
   const bool oversubscribed_;  // Whether there are more ranks than cores.
   const unsigned process_;     // The process_generation() of the process that made this object.
@@ -165,6 +177,36 @@ class Collective {
   uint32_t first_chunk() const { return communicator_.chunks_; }
   void finish_chunks(size_t count) { communicator_.chunks_ += static_cast<uint32_t>(count); }
 
+  // Calls body(item, part, parts) for all parts of each of `items`, which have `bytes` each: on the
+  // threads of this call, so it must not throw.
+  template <class Body>
+  void in_parts(int items, size_t bytes, Body body) const {
+    if (items == 0) return;
+    const int threads = std::min<size_t>((threads_ + items - 1) / items, bytes / kPartBytes);
+    const int parts = std::max(1, threads);
+    const auto run = [&](int64_t i) {
+      body(static_cast<int>(i / parts), static_cast<int>(i % parts), parts);
+    };
+    if (threads_ > 1) return parallel_for(int64_t{items} * parts, threads_, run);
+    for (int i = 0; i < items; ++i) run(i);
+  }
+
+  // in_parts() with body(peer, part, parts), for all ranks but this one.
+  template <class Body>
+  void in_parts_of_peers(size_t bytes, Body body) const {
+    in_parts(world_size() - 1, bytes,
+             [&](int i, int part, int parts) { body(i < rank() ? i : i + 1, part, parts); });
+  }
+
+  // copy_bytes() in parts.
+  void copy(void* destination, const void* source, size_t bytes) const {
+    in_parts(1, bytes, [&](int, int part, int parts) {
+      const Range range = part_of({0, bytes}, part, parts);
+      copy_bytes(static_cast<std::byte*>(destination) + range.begin,
+                 static_cast<const std::byte*>(source) + range.begin, range.count);
+    });
+  }
+
   // Called in a catch block for an exception that the collective has thrown. Marks this rank as
   // failed, except for a MismatchError, which all ranks throw.
   void abandon();
@@ -177,8 +219,13 @@ class Collective {
   std::byte* address(uint64_t location) const;
   int spins() const;
 
+  // A call of as many bytes takes longer than telling threads of it.
+  static constexpr size_t kManyBytes = 256 << 10;
+  static constexpr size_t kPartBytes = 16 << 10;  // The least for a thread.
+
   Communicator& communicator_;
   const size_t bytes_;
+  const int threads_;
   Descriptor mine_;
   bool published_ = false;
   bool compared_ = false;

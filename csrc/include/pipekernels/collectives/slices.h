@@ -12,6 +12,13 @@ struct Range {
   size_t count;
 };
 
+// Part `part` of `parts` of a range, which differ by 64 elements at most.
+inline Range part_of(const Range& whole, int part, int parts) {
+  const size_t stride = ((whole.count + parts - 1) / parts + 63) / 64 * 64;
+  const size_t skipped = std::min(whole.count, part * stride);
+  return {whole.begin + skipped, std::min(whole.count - skipped, stride)};
+}
+
 // `count` elements in slices of `stride` elements (the last ones may be shorter or empty), each in
 // blocks of `block` elements.
 struct Slices {

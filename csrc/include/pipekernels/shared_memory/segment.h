@@ -29,6 +29,9 @@ struct alignas(128) RankState {
   alignas(64) Signal arrivals;
   // A RankStatus.
   std::atomic<uint32_t> status;
+  // The number, modulo 2^32, of the latest collective that the rank is sure to make whatever its
+  // peers do, as it makes it now or has told a thread to do so. Orders no other access.
+  std::atomic<uint32_t> coming;
   // The last two collectives. A peer may still read the one before last.
   Descriptor descriptors[2];
 
