@@ -211,6 +211,16 @@ def _manager(model: Any, tokenizer: Any, cache_tokens: int | None) -> Any:
     manager.logit_processor = _processors.ContinuousBatchingLogitsProcessorList(own)
     manager.logit_processor.tensors_required = 1
     manager.warmup()  # Makes the cache, on all ranks.
+    scheduler = manager.batch_processor.scheduler
+    clear = scheduler.clear_cancelled_requests
+
+    def clear_and_go_on() -> Any:
+        # A full cache blocks new requests until one ends; but the last one may be cancelled.
+        cancelled = clear()
+        scheduler.block_new_requests &= bool(scheduler.active_requests)
+        return cancelled
+
+    scheduler.clear_cancelled_requests = clear_and_go_on
     manager.start()
     return manager
 
