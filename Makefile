@@ -21,6 +21,8 @@
 #   make soak       ten thousand random collectives, a thousand killed ranks (ARGS='--help')
 #   make bench      all benchmarks, then the tables of the pages and the plots (ARGS='micro_batch': some;
 #                   ARGS=--quick: a look in five minutes, with the peers that are there)
+#   make bench-compare REV=COMMIT ARGS='NAME ...'
+#                   benchmarks of a commit and of this tree in turn, and their ratios
 #   make peers      what the benchmarks compare with, as far as pip can install it here
 #   make lint       ruff, clang-format, mypy
 #   make docs       the site, from docs/ and docstrings, into build/docs; only where they have changed
@@ -63,7 +65,8 @@ PAGES := $(shell find docs examples -type f -not -path '*/__pycache__/*' -not -p
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
 .PHONY: demo check test test-all sanitize oldest-triton test-oldest test-newest test-cuda \
-  test-cuda-build model soak bench peers lint docs cuda-check gpu-check bench-nccl wheel clean
+  test-cuda-build model soak bench bench-compare peers lint docs cuda-check gpu-check bench-nccl wheel \
+  clean
 
 # Python compiles what it imports; all of torch at once would take half a minute.
 PIP := $(BIN)/pip install -q --no-compile -c constraints.txt
@@ -112,6 +115,9 @@ $(DEEPSPEED): $(BUILT) constraints.txt
 	PATH="$(CURDIR)/$(BIN):$$PATH" DS_BUILD_SHM_COMM=1 .venv/peers/deepspeed/bin/pip install -q \
 	  -c constraints.txt --no-build-isolation --no-cache-dir deepspeed && touch $@ \
 	  || { rm -rf .venv/peers/deepspeed; echo 'deepspeed cannot be installed here'; }
+
+bench-compare: $(PEERS)
+	$(BIN)/python -m bench.compare $(REV) $(ARGS)
 
 peers: $(PEERS) $(MPI_PEERS) $(DEEPSPEED)
 
