@@ -80,7 +80,7 @@ def _probabilities(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, y[..., None]).flatten()
 
 
-def _with_weights(model: nn.Module, name: str) -> nn.Module:
+def _with_weights(model: nn.Sequential, name: str) -> nn.Module:
     """``model``, with the weights of a candidate."""
     from pipekernels import Communicator
     from pipekernels.tensor_parallel import quantize_weights, tensor_parallelize

@@ -331,6 +331,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             axis.bar_label(bars, fmt="%.0f", padding=3)
             axis.set(title=f"Llama of 110 M parameters, {case}", xlabel="tokens/s")
             axis.margins(x=0.15)
-        colours = {"C0": "with pipekernels", "C7": "without"}
-        patches = [Patch(color=colour, label=label) for colour, label in colours.items()]
+        legend = {"C0": "with pipekernels", "C7": "without"}
+        patches = [Patch(color=colour, label=label) for colour, label in legend.items()]
         axes[-1].legend(handles=patches, loc="lower right")

@@ -94,7 +94,9 @@ QUICK = {
         "16 MiB, transposed: split",
     )
 }
-GPU = {f"{name}: {way}": ("ours", "torch", "copy") for name in ON_GPU for way in WAYS}
+GPU: dict[str, tuple[str, ...]] = {
+    f"{name}: {way}": ("ours", "torch", "copy") for name in ON_GPU for way in WAYS
+}
 GPU |= {f"{name}: split, called": ("ours", "torch") for name in ON_GPU}
 GPU |= {f"{name}: concat, called": ("ours", "torch", "one by one") for name in ON_GPU}
 GPU_QUICK = GPU
@@ -145,9 +147,9 @@ def ways(case: Case, way: str, tensors: list[Tensor]) -> tuple[dict[str, Callabl
     if way == "split":
         ours = functools.partial(split_micro_batches, tensors, CHUNKS, dim, dtype=there)
         return {"ours": ours, "torch": split_by_torch, "copy": copy()}, size
-    ours = functools.partial(concat_micro_batches, parts, dim, dtype=back)
+    joined = functools.partial(concat_micro_batches, parts, dim, dtype=back)
     others = {"torch": concat_by_torch, "one by one": concat_one_by_one, "copy": copy()}
-    return {"ours": ours, **others}, size
+    return {"ours": joined, **others}, size
 
 
 def wrong_elements(ours: Any, theirs: Any, way: str) -> int:

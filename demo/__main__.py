@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     all_reduces = collectives.run(sizes)
     picture.draw(training, generation, all_reduces, output / "demo.png")
 
-    acts = (training, generation, all_reduces)
+    acts: tuple[Any, ...] = (training, generation, all_reduces)
     speed_ups = [speed_up for act in acts for speed_up in act.speed_ups]
     faster = "; ".join(str(one) for one in speed_ups if one.ratio > NOISE)
     not_faster = "; ".join(str(one) for one in speed_ups if one.ratio <= NOISE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from pipekernels import Pipe
 BLOCKS, HEADS = 4, 4
 STAGES = 2
 CHUNKS = 8
-SCHEDULE = "1f1b"
+SCHEDULE: Final = "1f1b"
 
 
 def new_model(sizes: Sizes) -> nn.Sequential:

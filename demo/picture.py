@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -76,7 +77,7 @@ def _draw_bars(axes: Axes, spreads: dict[str, Spread], ours: str) -> None:
         label = name.replace(", ", ",\n").replace("'s ", "'s\n")
         axes.bar(label, spread.median, 0.6, color=HIGHLIGHT if name == ours else PEER)
         axes.vlines(label, spread.p10, spread.p90, color="black")
-        place = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
+        place: dict[str, Any] = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
         axes.annotate(rounded(spread.median), (label, 0), color="white", **place)
     axes.tick_params(axis="x", labelsize=9)
     axes.margins(x=0.15, y=0.1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
 
+from demo.gpt import Embedding
 from demo.model import new_model
 from demo.sizes import Sizes
 from pipekernels import Communicator, tensor_parallelize
@@ -28,7 +30,8 @@ def generate(model: nn.Sequential, length: int) -> bytes:
 
     In float64, so that the rounding of a sum over ranks does not change the choice of a byte.
     """
-    context = model[0].position.num_embeddings
+    embedding = cast("Embedding", model[0])
+    context = embedding.position.num_embeddings
     generator = torch.Generator().manual_seed(0)
     text = list(PROMPT)
     for _ in range(length):

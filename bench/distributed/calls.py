@@ -51,6 +51,8 @@ def call_of(case: str, ranks: int) -> tuple[Callable[[], object], torch.Tensor, 
     whole, group = torch.ones(ranks * part.numel()), dist.group.WORLD
     total = torch.zeros(part.numel())
 
+    assert group is not None
+
     def coalesced() -> None:
         with dist._coalescing_manager():
             dist.all_reduce(part)

@@ -209,13 +209,13 @@ def run_step(
     return Outcome(name, "passed", seconds, "; ".join(notes), output)
 
 
-def _ended(process: subprocess.Popen[str], seconds: float) -> int | None:
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(seconds)
     return None
 
 
-def _signal(process: subprocess.Popen[str], number: int) -> None:
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 

@@ -195,7 +195,9 @@ def of_pipe(rows: int, ranks: Ranks, quick: bool) -> Turns:
         .to(device, torch.bfloat16)
         for device in devices
     )  # fmt: skip
-    layers = nn.Sequential(*(layer for stage in copy.deepcopy(stages) for layer in stage))
+    layers = nn.Sequential(
+        *(layer for stage in copy.deepcopy(stages) for layer in stage.children())
+    )
     pipe = Pipe(layers, [LAYERS] * len(devices), devices=devices, chunks=CHUNKS, checkpoint="never")
     x = torch.randn(rows * CHUNKS, width, device=devices[0]).to(torch.bfloat16)
 
@@ -208,7 +210,7 @@ def of_pipe(rows: int, ranks: Ranks, quick: bool) -> Turns:
         return output.detach()
 
     steps: dict[str, Callable[[], Tensor]] = {
-        BY_HAND: lambda: step(lambda: by_hand(stages, devices, x), stages),
+        BY_HAND: lambda: step(lambda: by_hand([*stages], devices, x), stages),
         OURS: lambda: step(lambda: pipe(x), pipe),
     }
 

@@ -40,7 +40,7 @@ PRODUCTS = 16  # in a row, of which one's time is taken: launches of later ones 
 TRANSFERS = 20  # in a sample
 HOST = torch.device("cpu")
 APART = ("copies", "compute", "both")
-GPU = {
+GPU: dict[str, tuple[str, ...]] = {
     f"{way}, {rows} rows": (*APART, ".to") if "GPU" in way or "host" in way else APART
     for rows in ROWS
     for way in ("to the GPU", "to the GPU from pinned memory", "to the host", "Pipe", "device map")
@@ -61,6 +61,8 @@ Ways = dict[str, Callable[[], Any]]
 
 class Body(nn.Module):
     """``products`` matrix products in sequence."""
+
+    matrix: Tensor
 
     def __init__(self, width: int, products: int, device: torch.device) -> None:
         super().__init__()
@@ -132,12 +134,11 @@ def of_model(way: str, one: Tensor, device: torch.device) -> tuple[Ways, Callabl
     micro_batches = list(x.to(device).chunk(CHUNKS))
     body = calibrated(lambda: ops.p2p_copy(one, device), micro_batches[0], device)
     alone = copy.copy(body)
-    model: nn.Module = nn.Sequential(nn.Identity(), body)
+    model = nn.Sequential(nn.Identity(), body)
     undo: Callable[[], object] = dict
     both: Callable[[], Any]
     if way == "Pipe":
-        devices = ["cpu", device]
-        pipe = Pipe(model, [1, 1], devices=devices, chunks=CHUNKS, checkpoint="never")
+        pipe = Pipe(model, [1, 1], devices=["cpu", device], chunks=CHUNKS, checkpoint="never")
         both = functools.partial(pipe, x)
     else:
         parallelize_pipeline(model, {"": ("cpu", device), "1": device})

@@ -10,6 +10,7 @@ launches, the large one by its matrix products. Memory is what a step allocates 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,6 +77,7 @@ class Case:
 
     def step(self, way: str) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
         """A module, and a step of it, which returns its loss."""
+        kind: Any
         kind, _, checkpoint = way.partition(", ")
         module: nn.Module = self.model
         if kind not in ("plain", "loop"):
@@ -114,7 +116,7 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     ways = {name: made.step(name) for name in names}
     device = options.device
     if memory:
-        peaks = {n: lambda way=way: peak(*way, device) for n, way in ways.items()}
+        peaks = {n: functools.partial(peak, *way, device) for n, way in ways.items()}
         return Turns(peaks, 3, 2, fields={"part": "Memory", "unit": "bytes"})
 
     def timed(module: nn.Module, step: Callable[[], Any]) -> Callable[[], float]:

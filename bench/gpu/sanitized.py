@@ -38,14 +38,14 @@ def copies(device: torch.device) -> None:
                 parts = split_micro_batches(view, 3, dim)
                 for part, rows in zip(parts, view.tensor_split(len(parts), dim), strict=True):
                     name = f"split {dtype} {tuple(view.shape)} {dim}"
-                    check(name, part, rows.contiguous())  # type: ignore[arg-type]
+                    check(name, part, rows.contiguous())
                 joined = concat_micro_batches(parts, dim)
-                check("concat", joined, view.contiguous())  # type: ignore[arg-type]
+                check("concat", joined, view.contiguous())
                 if not view.is_floating_point():
                     continue
                 for to in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
                     cast = concat_micro_batches(parts, dim, dtype=to)
-                    check(f"cast to {to}", cast, view.to(to).contiguous())  # type: ignore[arg-type]
+                    check(f"cast to {to}", cast, view.to(to).contiguous())
 
 
 def side_by_side(device: torch.device) -> bool:

@@ -6,6 +6,7 @@ Fifty thousand for each number of ranks, or as many as fit in ``--seconds``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import time
 from collections.abc import Iterator
@@ -83,6 +84,6 @@ def soak(threads: Threads, limit: int, deadline: float) -> tuple[int, int]:
             )
             for _ in range(BATCH)
         ]
-        threads.run(lambda rank, batch=batch: body(rank, batch))
+        threads.run(functools.partial(body, batch=batch))
         calls += len(batch)
     return calls, sum(int(count) for count in wrong)

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -97,12 +97,12 @@ def llama_cpp(rank: int, port: int, to: Serve, folder: Path, dtype: Any, kind: s
         command = ["node", program, file.name, THREADS, sequences, size]
         pipe = subprocess.PIPE
         engine = subprocess.Popen(list(map(str, command)), stdin=pipe, stdout=pipe, text=True)
-        assert engine.stdin is not None and engine.stdout is not None
-        assert engine.stdout.readline() == "ready\n"
+        requests, answers = cast("IO[str]", engine.stdin), cast("IO[str]", engine.stdout)
+        assert answers.readline() == "ready\n"
 
     def generate(prompts: list[list[int]], new: int) -> Generated:
-        print(json.dumps({"prompts": prompts, "new": new}), file=engine.stdin, flush=True)
-        answer = json.loads(engine.stdout.readline())
+        print(json.dumps({"prompts": prompts, "new": new}), file=requests, flush=True)
+        answer = json.loads(answers.readline())
         return answer["first"] / 1e3, answer["token"] / 1e3, answer["found"]
 
     serve(generate, to, folder, exact=kind == "f32")
@@ -127,7 +127,7 @@ def ctranslate2(rank: int, port: int, to: Serve, folder: Path, dtype: Any, kind:
         model = engine.Generator(f"{own}/converted", device="cpu", **options)
 
     def generate(prompts: list[list[int]], new: int) -> Generated:
-        begin, times, found = time.perf_counter(), [], [[] for _ in prompts]
+        begin, times = time.perf_counter(), list[float]()
         starts = [[names[i] for i in prompt] for prompt in prompts]
 
         def told(step: Any) -> bool:

@@ -77,7 +77,7 @@ def contents(rank: int, count: int, dtype: str) -> np.ndarray:
 
 def expected(ranks: int, count: int, dtype: str) -> np.ndarray:
     """The sum of all ranks' tensors; up to 256, what bfloat16 has bits for."""
-    return _encode(sum(_pattern(rank) for rank in range(ranks)), count, dtype)
+    return _encode(np.sum([_pattern(rank) for rank in range(ranks)], 0), count, dtype)
 
 
 def _pattern(rank: int) -> np.ndarray:
@@ -147,7 +147,8 @@ def main() -> None:
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         system = SYSTEMS[name](rank, ranks, folder)
         serving = Rank(system, ranks, Start(folder / "start", system.rank, ranks))
-        method, arguments = "describe", {}
+        method: str = "describe"
+        arguments: dict[str, Any] = {}
         while True:
             connection.send((getattr(serving, method)(**arguments), None))
             faulthandler.cancel_dump_traceback_later()

@@ -37,7 +37,8 @@ def _narrow(case: str, make: Callable[..., nn.Module] | None) -> Callable[[], fl
     """CPU seconds of a step of a pipe, or of the loop, whose gradients are right."""
     chunks, checkpoint = NARROW[case]
     x, grad = data(64, 32 * chunks)
-    module, parts = build(64), chunks
+    module: nn.Module = build(64)
+    parts = chunks
     if make is not None:
         options = {"devices": ["cpu"] * STAGES, "chunks": chunks, "checkpoint": checkpoint}
         module, parts = make(module, [8] * STAGES, **options), 1

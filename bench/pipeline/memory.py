@@ -55,7 +55,7 @@ def peak(work: Callable[[], Any]) -> float:
 
 def _worker(rank: int, port: int, serve: Serve, candidate: str, chunks: int) -> None:
     task = module, x, y, loss_fn = byte_gpt()
-    schedule = candidate.partition(",")[0]
+    schedule: Any = candidate.partition(",")[0]
     checkpoint = "always" if candidate == CHECKPOINTED else "never"
     pipe = piped(module, chunks, checkpoint=checkpoint)
 

@@ -85,7 +85,7 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     def bare() -> None:
         loss_fn(module(x), y).backward()
 
-    def step(pipe: Pipe, name: str) -> None:
+    def step(pipe: Pipe, name: Any) -> None:
         if name == "autograd":
             loss_fn(pipe(x), y).backward()
         else:
