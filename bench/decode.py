@@ -7,7 +7,7 @@ with a KV cache, the same number of tokens; in float32 these are checked against
 process. A part of the table is the time of a new token, after a prompt of 64, of one sequence or of
 each of 8 together; or the time from the prompt to the first token.
 
-* ``one thread``, ``two threads``: the bare model in one process.
+* ``two threads``: the bare model in one process.
 * ``pipekernels``: ``tensor_parallelize(model, "auto", comm)`` on two processes of one thread each,
   as transformers' below.
 * ``compiled``: the two above after ``compile_decoding(model)``.
@@ -83,67 +83,39 @@ CASES = {
     "bfloat16": ("Llama", torch.bfloat16),
     "int8": ("Llama", torch.bfloat16),
     "int4": ("Llama", torch.bfloat16),
-    "1.1 B, float32": ("Llama, 1.1 B", torch.float32),
     "1.1 B, bfloat16": ("Llama, 1.1 B", torch.bfloat16),
     "1.1 B, int8": ("Llama, 1.1 B", torch.bfloat16),
     "1.1 B, int4": ("Llama, 1.1 B", torch.bfloat16),
     "3.2 B, int8": ("Llama, 3.2 B", torch.bfloat16),
     "3.2 B, int4": ("Llama, 3.2 B", torch.bfloat16),
-    "experts, float32": ("Mixtral", torch.float32),
     "experts, bfloat16": ("Mixtral", torch.bfloat16),
     "experts, int8": ("Mixtral", torch.bfloat16),
 }
 PLOTTED = "float32", "bfloat16"
-EVERY = (
-    *("one thread", "two threads", "two threads, compiled"),
-    *("pipekernels", "pipekernels, compiled", "a read of the weights"),
-    *("transformers, Gloo", "transformers, backend pipekernels"),
-)
+BOTH = "pipekernels", "pipekernels, compiled"
+BARE = "two threads", "two threads, compiled"
+READ = "a read of the weights"
 CANDIDATES = {
-    "float32": (*EVERY, "llama.cpp, f32", "CTranslate2, float32"),
-    "bfloat16": (*EVERY, "llama.cpp, bf16"),
-    "int8": (
-        *("two threads", "pipekernels, int8", "pipekernels, int8, compiled"),
-        *("a read of the weights, int8", "llama.cpp, q8_0", "CTranslate2, int8"),
+    "float32": (*BARE, *BOTH, READ, "llama.cpp, f32", "CTranslate2, float32"),
+    "bfloat16": (
+        *(*BARE, *BOTH, READ, "llama.cpp, bf16"),
+        *("transformers, Gloo", "transformers, backend pipekernels"),
     ),
-    "int4": (
-        *("two threads", "pipekernels, int4", "pipekernels, int4, compiled"),
-        *("a read of the weights, int4", "llama.cpp, q4_0"),
-    ),
-    # Few, since all keep their weights in memory.
-    "1.1 B, float32": (
-        *("a read of the weights", "pipekernels, compiled"),
-        *("llama.cpp, f32", "CTranslate2, float32"),
-    ),
-    "1.1 B, bfloat16": (
-        *("two threads", "pipekernels", "pipekernels, compiled"),
-        *("a read of the weights", "llama.cpp, bf16"),
-    ),
-    "1.1 B, int8": (
-        *("a read of the weights, int8", "pipekernels, int8, compiled"),
-        *("llama.cpp, q8_0", "CTranslate2, int8"),
-    ),
-    "1.1 B, int4": (
-        *("a read of the weights, int4", "pipekernels, int4, compiled"),
-        "llama.cpp, q4_0",
-    ),
-    "3.2 B, int8": (
-        *("a read of the weights, int8", "pipekernels, int8, compiled"),
-        "llama.cpp, q8_0",
-    ),
-    "3.2 B, int4": (
-        *("a read of the weights, int4", "pipekernels, int4, compiled"),
-        "llama.cpp, q4_0",
-    ),
-    "experts, float32": ("two threads", "pipekernels"),
-    "experts, bfloat16": ("two threads", "pipekernels"),
-    "experts, int8": ("two threads", "pipekernels", "pipekernels, int8"),
+    "experts, bfloat16": (BARE[0], "pipekernels"),
+    "experts, int8": (BARE[0], "pipekernels, int8"),
+    "1.1 B, bfloat16": (BARE[0], *BOTH, READ, "llama.cpp, bf16"),
 }
+for size in ("", "1.1 B, ", "3.2 B, "):
+    for bits, kind in (("int8", "q8_0"), ("int4", "q4_0")):
+        CANDIDATES[f"{size}{bits}"] = (
+            *(f"pipekernels, {bits}, compiled", f"{READ}, {bits}", f"llama.cpp, {kind}"),
+            *(("CTranslate2, int8",) if bits == "int8" and size != "3.2 B, " else ()),
+        )
 QUICK = {
-    "float32": ("one thread", "two threads", "pipekernels"),
-    "experts, int8": ("two threads", "pipekernels", "pipekernels, int8"),
+    "float32": ("two threads", "pipekernels"),
+    "experts, int8": ("two threads", "pipekernels, int8"),
 }
-BASE = "two threads"
+BASE = ("two threads", "llama.cpp, q8_0", "llama.cpp, q4_0")
 CONDITIONS = {
     "model": "Llama, 12 layers of width 768, 12 heads, inner width 2048, 32000 tokens, tied: 110 M "
     "parameters",
@@ -230,14 +202,14 @@ def _reading(
 
 
 def _bare(
-    rank: int, port: int, to: Serve, folder: Path, dtype: torch.dtype, n: int, compiled: bool
+    rank: int, port: int, to: Serve, folder: Path, dtype: torch.dtype, compiled: bool
 ) -> None:
     from pipekernels.huggingface import compile_decoding
 
     model = _loaded(folder, dtype)
     if compiled:
         compile_decoding(model, LENGTH)
-    _serve(model, folder, to, n)
+    _serve(model, folder, to, RANKS)
 
 
 def _pipekernels(
@@ -269,12 +241,11 @@ def _transformers(
 
 
 WORKERS: dict[str, tuple[Any, ...]] = {
-    "a read of the weights": (1, _reading, 0),
-    "a read of the weights, int8": (1, _reading, 8),
-    "a read of the weights, int4": (1, _reading, 4.5),  # With a scale of 16 bits for each 32.
-    "one thread": (1, _bare, 1, False),
-    "two threads": (1, _bare, RANKS, False),
-    "two threads, compiled": (1, _bare, RANKS, True),
+    READ: (1, _reading, 0),
+    f"{READ}, int8": (1, _reading, 8),
+    f"{READ}, int4": (1, _reading, 4.5),  # With a scale of 16 bits for each 32.
+    "two threads": (1, _bare, False),
+    "two threads, compiled": (1, _bare, True),
     "pipekernels": (RANKS, _pipekernels, 0, False),
     "pipekernels, compiled": (RANKS, _pipekernels, 0, True),
     "pipekernels, int8": (RANKS, _pipekernels, 8, False),
@@ -306,7 +277,7 @@ def _rows(case: str, part: str, runners: dict[str, Processes]) -> list[Row]:
     timed = {
         name: functools.partial(runner, part)
         for name, runner in runners.items()
-        if part == "a token" or not name.startswith("a read")
+        if part == "a token" or not name.startswith(READ)
     }
     return [
         {"part": part, "case": case, "candidate": name, **summary(found)}

@@ -101,7 +101,8 @@ def table(
     texts, bases = [], [base] if isinstance(base, str) else base
     for part, lines in parts.items():
         kept = [i for i in range(len(header)) if i < 3 or any(line[i] for line in lines)]
-        header[3] = f"{next((line[1] for line in lines if line[1] in bases), '')} / it"
+        present = dict.fromkeys(line[1] for line in lines if line[1] in bases)
+        header[3] = f"{' or '.join(present)} / it"
         body = markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
         if wide:
             body = by_case(lines, f"case; in brackets {header[3]}")
