@@ -53,7 +53,6 @@ class Config(NamedTuple):
     blocks: Blocks
     group_m: int = 8  # Rows of tiles in a group.
     split_k: int = 1  # How many programs compute one tile together.
-    last_tiles: int = 0  # Only these, at the end, are computed together; 0 for all.
 
 
 class Tiles(NamedTuple):

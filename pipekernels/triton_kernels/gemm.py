@@ -104,12 +104,12 @@ def _finish_tile(
 
 
 # No specialisation on values that change from call to call, which would compile again for each.
-@triton.jit(do_not_specialize=["M", "group_m", "split_k", "first_item", "items"])
+@triton.jit(do_not_specialize=["M", "group_m", "split_k", "items"])
 def gemm_kernel(
     a, b, c,  # [M, K], [N, K], [M, N]: pointers, or descriptors where *_VIA says so
     bias, residual, scale_a, scale_b,  # [N], [M, N], [M], [N], each may be None
     partials, arrivals,  # float32 [tiles, split_k, BLOCK_M, BLOCK_N], int32 [tiles]; or None
-    M, N, K, group_m, split_k, first_item, items,  # Of items only those from first_item on.
+    M, N, K, group_m, split_k, items,  # Items are tiles, times split_k.
     stride_am, stride_ak, stride_bn, stride_bk, stride_cm, stride_cn,
     stride_bias, stride_rm, stride_rn, stride_sa, stride_sb,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
@@ -126,8 +126,7 @@ def gemm_kernel(
     # Tiles and their steps are one loop, so that a tile's loads begin during the tile before it.
     # The barrier of shared tiles would prevent pipelining there.
     FLATTEN: tl.constexpr = partials is None
-    start = first_item + tl.program_id(0)
-    for item in tl.range(start, items, tl.num_programs(0), flatten=FLATTEN):
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN):
         tile = item // split_k
         part = item % split_k
         tile_m, tile_n = _place(tile, tiles_m, tiles_n, group_m)
@@ -161,13 +160,12 @@ def gemm_kernel(
             )
         else:
             SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-            shared = tile - first_item // split_k
             at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            partial = partials + shared.to(tl.int64) * split_k * SIZE + at
+            partial = partials + tile.to(tl.int64) * split_k * SIZE + at
             tl.store(partial + part * SIZE, acc)
             # All threads have stored before one of them counts: its release covers their stores.
             tl.debug_barrier()
-            arrived = tl.atomic_add(arrivals + shared, 1, sem="acq_rel", scope="gpu")
+            arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
             if arrived == split_k - 1:
                 # Its acquire covers the loads of all threads, which bypass the L1 cache: this is
                 # not coherent, and may hold what the last launch stored there.
@@ -178,4 +176,4 @@ def gemm_kernel(
                 _finish_tile(
                     total, c, row, col, M, N, added, strides, BLOCK_M, BLOCK_N, PARTS, C_VIA, OUT
                 )
-                tl.store(arrivals + shared, 0)  # Reset for the next launch.
+                tl.store(arrivals + tile, 0)  # Reset for the next launch.

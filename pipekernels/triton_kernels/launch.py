@@ -29,10 +29,6 @@ INTERPRETED = not isinstance(gemm_kernel, JITFunction)
 _loading = threading.Lock()
 _loaded: set[tuple[Any, ...]] = set()
 
-# Of products launched before the compiled kernel and its arguments, with addresses for tensors:
-# Triton's own launch would look for both again.
-_prepared: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
-
 
 class Product(NamedTuple):
     """``out = (A B^T) * scale_a * scale_b + bias + residual``, on one device.
@@ -71,29 +67,14 @@ def launch(product: Product, config: Config, *, generation: int, sms: int) -> No
         generation: of the GPU, see :func:`pipekernels.triton_kernels.config.generation`.
         sms: how many multiprocessors to use.
     """
-    count = prod(tiles(product, config.blocks))
-    first = max(0, count - (config.last_tiles or count))
-    if first:
-        _launch(product, config._replace(split_k=1), range(first), generation, sms)
-    _launch(product, config, range(first, count), generation, sms)
-
-
-def _launch(product: Product, config: Config, part: range, generation: int, sms: int) -> None:
-    """Launch the kernel for a part of the tiles."""
     precision, a, b, out, bias, residual, scale_a, scale_b = product
-    blocks, group_m, split_k, _ = config
-    # New memory in every launch, which the key of a prepared launch therefore leaves out.
+    blocks, group_m, split_k = config
+    count = prod(tiles(product, blocks))
     partials = arrivals = None
-    programs = len(part) * split_k
+    programs = count * split_k
     if split_k > 1:
         partials = a.new_empty(programs * blocks.m * blocks.n, dtype=torch.float32)
-        arrivals = _zeros(a.device, len(part))
-    places = [t if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in product[1:]]
-    key = a.device, precision, config, part, generation, sms, *places
-    if key in _prepared:
-        run, operands, constants = _prepared[key]
-        run(*operands, partials, arrivals, *constants)
-        return
+        arrivals = _zeros(a.device, count)
     # Each share of a tile has its own program; else programs are as many as run at once, and loop.
     if split_k == 1:
         programs = min(programs, sms * _residents(blocks, a.element_size(), generation))
@@ -105,9 +86,8 @@ def _launch(product: Product, config: Config, part: range, generation: int, sms:
     if tma and split_k == 1 and has_rows(out):
         c_via, c_strides = "descriptor", (0, 0)
         c_operand = _descriptor(out, (blocks.m, blocks.n // blocks.parts))
-    operands = a_operand, b_operand, c_operand, bias, residual, scale_a, scale_b
     constants = (
-        *out.shape, a.shape[1], group_m, split_k, part.start * split_k, part.stop * split_k,
+        *out.shape, a.shape[1], group_m, split_k, count * split_k,
         *a_strides, *b_strides, *c_strides, 0 if bias is None else bias.stride(0),
         *((0, 0) if residual is None else residual.stride()),
         *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (scale_a, scale_b)),
@@ -116,16 +96,12 @@ def _launch(product: Product, config: Config, part: range, generation: int, sms:
     )  # fmt: skip
     kernel = _key(product, blocks, split_k > 1)
     with contextlib.nullcontext() if kernel in _loaded else _loading:
-        compiled = gemm_kernel[(programs,)](
-            *operands, partials, arrivals, *constants,
+        gemm_kernel[(programs,)](
+            a_operand, b_operand, c_operand, bias, residual, scale_a, scale_b,
+            partials, arrivals, *constants,
             num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _loaded.add(kernel)
-    if compiled is not None:  # The interpreter compiles nothing.
-        if len(_prepared) == 4096:
-            _prepared.clear()
-        addresses = (t.data_ptr() if isinstance(t, Tensor) else t for t in operands)
-        _prepared[key] = compiled[programs, 1, 1], (*addresses,), constants
 
 
 def launch_slabs(product: Product, slabs: int, *, generation: int) -> None:
@@ -178,33 +154,11 @@ def _access(operand: Tensor, block: tuple[int, int], tma: bool) -> tuple[str, An
     return "pointers_t" if by_columns else "pointers", operand, operand.stride()
 
 
-class _Address(NamedTuple):
-    """All that Triton needs of a descriptor's tensor; it does not keep the memory alive."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 def _descriptor(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     rows, columns = tensor.shape
     # The stride of a single row has no meaning, but a descriptor needs it aligned.
     stride = tensor.stride(0) if rows > 1 else ceil(columns / 16) * 16
-    if INTERPRETED:  # The interpreter reads the tensor itself.
-        return TensorDescriptor(tensor, [rows, columns], [stride, 1], list(block))
-    base = _Address(tensor.data_ptr(), tensor.dtype)
-    return _descriptor_at(base, rows, columns, stride, block)
-
-
-@functools.lru_cache(maxsize=4096)
-def _descriptor_at(
-    base: _Address, rows: int, columns: int, stride: int, block: tuple[int, int]
-) -> TensorDescriptor:
-    """A descriptor holds only its arguments, so an old one is as good as a new one: weights
-    stay where they are, and torch's allocator uses addresses again."""
-    return TensorDescriptor(base, [rows, columns], [stride, 1], list(block))
+    return TensorDescriptor(tensor, [rows, columns], [stride, 1], list(block))
 
 
 def _residents(blocks: Blocks, itemsize: int, generation: int) -> int:

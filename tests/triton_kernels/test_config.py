@@ -19,7 +19,7 @@ from pipekernels.triton_kernels.layout import layout_of
 def test_every_product_has_a_configuration(
     era: int, precision: str, m: int, n: int, k: int, sms: int
 ) -> None:
-    blocks, _, split_k, _ = config_for(era, precision, m, n, k, sms)
+    blocks, _, split_k = config_for(era, precision, m, n, k, sms)
     tiles = TILES[era, precision]
     assert blocks in (tiles.few, tiles.middle, tiles.many)
     assert split_k == 1 or blocks == tiles.few

@@ -177,24 +177,6 @@ def test_split_k_resets_its_counters_to_zero(monkeypatch: pytest.MonkeyPatch) ->
         assert not counters.any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_the_last_tiles_may_be_split(generation: int, dtype: torch.dtype) -> None:
-    """They have the bits of a product of which all tiles are split, the others those of none."""
-    p = product(40, 60, 48, "forward", dtype, bias=torch.randn(60).to(dtype))
-    config = Config(SMALL, 1, 3, 3)  # Of 3 x 2 tiles, in order of their rows.
-    results = []
-    for each, sms in ((config, 2), (config, 9), (Config(SMALL, 1, 3), 2), (Config(SMALL, 1), 2)):
-        p.out.fill_(float("nan"))
-        launch(p, each, generation=generation, sms=sms)
-        check(p, each)
-        results.append(p.out.clone())
-    last, again, split, whole = results
-    is_split = torch.zeros(40, 60, dtype=torch.bool)
-    is_split[16:32, 32:] = is_split[32:] = True
-    assert torch.equal(last, again) and torch.equal(last, torch.where(is_split, split, whole))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_the_operation_passes_its_arguments_to_the_kernel(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

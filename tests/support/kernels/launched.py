@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
-from pipekernels.triton_kernels import launch as module
 from pipekernels.triton_kernels.config import Blocks, Config
 from pipekernels.triton_kernels.launch import Product, launch
 from pipekernels.triton_kernels.layout import signature
@@ -68,8 +66,6 @@ def _memory() -> Iterator[None]:
 def launched(capability: int, body: Callable[[], None]) -> tuple[int, int]:
     """Launches and tensor maps of ``body``."""
     triton.runtime.driver.set_active(driver(capability))
-    module._descriptor_at.cache_clear()
-    module._prepared.clear()
     launches, maps = STUB.stub_launches(), STUB.stub_maps()
     with DeviceMemory():
         body()
@@ -107,23 +103,6 @@ def half(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("split_k", [1, 2])
-def test_a_launch_is_repeated(split_k: int) -> None:
-    """The kernel gets in a repeated launch what the first one got."""
-    config, kept = SMALL._replace(split_k=split_k), []
-
-    def body() -> None:
-        a, b, bias = half(16, 256), half(32, 256), half(32)
-        product = Product("float16", a, b, half(16, 32), bias)
-        for other in (product, product, product, product._replace(bias=half(32))):
-            launch(other, config, generation=90, sms=4)
-        kept.append(weakref.ref(product.out))
-
-    launches, maps = launched(90, body)
-    assert launches == 4 and maps == 4 * (2 if split_k > 1 else 3)
-    assert kept[0]() is None
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_equal_signatures_have_the_same_kernel(architecture: int) -> None:
@@ -136,30 +115,9 @@ def test_equal_signatures_have_the_same_kernel(architecture: int) -> None:
         for product in products:
             launch(product, SMALL, generation=architecture, sms=1)
 
-    module._prepared.clear()
     kernels: dict[Any, set[str]] = {}
     for product, kernel in zip(products, compiled(architecture, launches), strict=True):
         key = tuple(None if t is None else signature(t) for t in product[1:])
         kernels.setdefault(key, set()).add(kernel.hash)
     assert 1 < len(kernels) < len(products)
     assert all(len(same) == 1 for same in kernels.values())
-
-
-def test_the_last_tiles_are_a_launch_of_their_own() -> None:
-    def body() -> None:
-        product = Product("float16", half(48, 256), half(64, 256), half(48, 64))
-        launch(product, SMALL._replace(split_k=2, last_tiles=1), generation=90, sms=4)
-
-    assert launched(90, body) == (2, 5)  # The split one writes by pointers.
-
-
-def test_an_address_outside_of_tensors_is_refused() -> None:
-    host = half(16, 32)
-
-    def body() -> None:
-        product = Product("float16", host, half(32, 32), half(16, 32))
-        launch(product, SMALL, generation=80, sms=4)
-
-    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
-        launched(80, body)
-    assert b"is not in device memory" in STUB.stub_problem()
