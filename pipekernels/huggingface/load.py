@@ -15,7 +15,7 @@ from pipekernels._torch_private import non_persistent_buffers
 from pipekernels.huggingface.checkpoint import check_not_quantized, checkpoint_for
 from pipekernels.huggingface.formats import QuantizedIntegers
 from pipekernels.huggingface.pretrained import raised_on_all
-from pipekernels.huggingface.sources import Source
+from pipekernels.huggingface.sources import Source, files_kept_open
 from pipekernels.tensor_parallel.data_parallel import distributed_like
 from pipekernels.tensor_parallel.experts import ParallelExperts
 from pipekernels.tensor_parallel.integers.layers import StoredFormat
@@ -73,7 +73,7 @@ def load_pretrained(
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("folder", folder, (str, Path), "a path")
     # All checks come first, on all ranks: the model is to stay unchanged if one fails.
-    with raised_on_all(model):
+    with raised_on_all(model), files_kept_open():
         files = checkpoint_for(model, Path(folder))
         sources = _sources(model, Path(folder), files)
         computed = _computed_buffers(model, device)
@@ -90,7 +90,8 @@ def load_pretrained(
 @torch.no_grad()
 def _load(sources: Iterable[tuple[_Target, Source]], device: torch.device | str) -> None:
     for target, source in sources:
-        target.put(target.read(source), device)
+        with files_kept_open():
+            target.put(target.read(source), device)
 
 
 def _load_layers(
@@ -120,7 +121,8 @@ def _load_layers(
                 check_finite(layer)
             else:
                 _load(((t, source) for t, source in parts if "bias" in t.owners[0][1]), device)
-                stored = quantization.made_of(layer)
+                with files_kept_open():
+                    stored = quantization.made_of(layer)
         quantization.replace({layer: stored or quantization.made_of(layer)})
         parts.clear()
         layer._parameters = {}  # Of floats, which the list of sources refers to.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,29 @@ class Source(abc.ABC):
         """Read a range, from a start to a stop, of every dimension."""
 
 
+class _OpenFiles(threading.local):
+    def __init__(self) -> None:
+        self.by_path: dict[Path, Any] = {}
+        self.stack = ExitStack()
+
+
+_open_files = _OpenFiles()
+
+
+@contextmanager
+def files_kept_open() -> Iterator[None]:
+    """Files that this thread reads inside stay open until the end, as opening one parses the names
+    of all its tensors. What was read of a mapped file is memory of this process until the file is
+    closed and no view of it is left."""
+    try:
+        with _open_files.stack:
+            yield
+    finally:
+        _open_files.by_path.clear()
+
+
 class FileTensor(Source):
-    """A tensor in a file of safetensors. Reading opens the file anew: what was read of a mapped
-    file is memory of this process until the mapping ends, with the last view of it."""
+    """A tensor in a file of safetensors, read within :func:`files_kept_open`."""
 
     def __init__(self, path: Path, key: str, shape: Sequence[int], dtype: str) -> None:
         super().__init__(shape, dtype)
@@ -46,9 +68,11 @@ class FileTensor(Source):
     def read(self, *ranges: slice) -> Tensor:
         from safetensors import safe_open
 
-        with safe_open(self.path, framework="pt") as file:
-            tensor: Tensor = file.get_slice(self.key)[ranges or ...]
-            return tensor
+        files = _open_files.by_path
+        if self.path not in files:
+            files[self.path] = _open_files.stack.enter_context(safe_open(self.path, "pt"))
+        tensor: Tensor = files[self.path].get_slice(self.key)[ranges or ...]
+        return tensor
 
 
 class Computed(Source):

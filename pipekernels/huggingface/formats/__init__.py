@@ -28,7 +28,8 @@ class _Parts(dict[str, Source]):
     name = ""
 
     def __missing__(self, part: str) -> Source:
-        raise refusal(f"{self.name}.{part}", f"is missing beside {', '.join(sorted(self))}")
+        found = ", ".join(sorted(self))
+        raise refusal(f"{self.name}.{part}", f"is missing beside {found}: copy all files")
 
 
 def with_weights(files: Mapping[str, Source], config: Config) -> dict[str, Source]:

@@ -20,7 +20,7 @@ def gptq(name: str, tensors: base.Tensors, config: base.Config) -> base.Quantize
     return base.QuantizedIntegers(
         name,
         bits,
-        config.get("group_size", -1),
+        config.get("group_size") or -1,
         weight,
         tensors["scales"].t(),
         zero,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -86,12 +86,12 @@ class StoredFormat(Format):
 
     Attributes:
         sources: by the name of the layer's parameter, of each field of :class:`Integers` what
-            :meth:`ShardedLayer._part` reads it from.
+            :meth:`ShardedLayer._part` reads it from; removed when it has been read.
         order: see :class:`IntegerLinear`.
         device: of the integers of a layer on the meta device.
     """
 
-    sources: Mapping[str, Mapping[str, Any]]
+    sources: dict[str, dict[str, Any]]
     order: Tensor | None
     device: torch.device | str
     remedy: ClassVar[str] = (
@@ -117,7 +117,7 @@ class StoredFormat(Format):
         self, layer: Any, name: str, weight: Tensor, comm: Communicator | None
     ) -> Integers:
         device = self.device if weight.is_meta else weight.device
-        fields = {kind: layer._part(name, each) for kind, each in self.sources[name].items()}
+        fields = {kind: layer._part(name, each) for kind, each in self.sources.pop(name).items()}
         return Integers(**{kind: each.to(device) for kind, each in fields.items()})
 
 
