@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -27,21 +27,6 @@ class Activation:
     structure: Structure  # How to build the value from its tensors.
     skips: tuple[Any, ...] = ()  # Keys of the skips, the last of `tensors`.
     sources: Sequence[torch.device] = ()  # Where the other tensors were copied from, if they were.
-
-    def with_skips(self, skips: Mapping[Any, tuple[torch.Tensor, bool]]) -> Activation:
-        """This activation with ``skips`` added, each a tensor and whether it wants a gradient."""
-        if not skips:
-            return self
-        tensors = (*self.tensors, *[tensor for tensor, _ in skips.values()])
-        wants_grad = (*self.wants_grad, *[wants for _, wants in skips.values()])
-        return Activation(tensors, wants_grad, self.structure, tuple(skips), self.sources)
-
-    def without_skips(self) -> tuple[Activation, dict[Any, tuple[torch.Tensor, bool]]]:
-        """The activation of the value alone, and the skips."""
-        n = len(self.tensors) - len(self.skips)
-        skips = zip(self.tensors[n:], self.wants_grad[n:], strict=True)
-        value = Activation(self.tensors[:n], self.wants_grad[:n], self.structure)
-        return value, dict(zip(self.skips, skips, strict=True))
 
 
 @dataclass(frozen=True)

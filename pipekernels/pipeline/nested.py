@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 
 from pipekernels._torch_private import TreeSpec, tree_flatten, tree_leaves
 from pipekernels.ops.device_copy import p2p_copy
@@ -177,26 +176,22 @@ def merged(structures: Sequence[Structure]) -> Structure:
 
 
 def flatten(
-    value: Any, what: str, *, chunks: int | None = None
+    value: Any, what: str, *, is_batch: bool = False
 ) -> tuple[tuple[torch.Tensor, ...], Structure]:
     """The tensors in ``value``, named ``what`` in errors, and its structure.
 
-    With ``chunks``, the microbatches that ``value`` is to be cut into, what
-    :func:`register_split` knows is a leaf.
+    If it is a batch, to be cut, what :func:`register_split` knows is a leaf.
 
     Raises:
         TypeError: ``value`` has no tensor, one in a dict or dataclass that pytree does not know,
-            which would be neither split nor differentiated, or a PackedSequence to be cut, whose
-            fields are not rows.
+            which would be neither split nor differentiated.
     """
     if isinstance(value, torch.Tensor):
         return (value,), SINGLE_TENSOR
     if type(value) is tuple and {*map(type, value)} == {torch.Tensor}:
         return value, _tuple_of(len(value))  # Often; pytree would take twice as long.
     # Leaves, even if pytree knows the classes: tensors in them are not rows of the batch.
-    whole = set(_splits) if chunks is not None else set()
-    if chunks is not None and chunks > 1:
-        whole.add(PackedSequence)
+    whole = _splits if is_batch else {}
     leaves, layout = tree_flatten(value, (lambda each: type(each) in whole) if whole else None)
     tensors = []
     for i, leaf in enumerate(leaves):
@@ -217,12 +212,6 @@ def flatten(
 
 
 def _check_leaf(leaf: Any, what: str) -> None:
-    if isinstance(leaf, PackedSequence):
-        raise TypeError(
-            f"{what} has a PackedSequence, whose rows cannot be cut into microbatches; give the "
-            "padded tensor and the lengths, and pack them in the first layer, register a function "
-            "that cuts it (register_split), or use chunks=1"
-        )
     if _holds_tensors(leaf):
         raise TypeError(
             f"{what} has tensors in a {type(leaf).__name__}, which torch's pytree does not know; "

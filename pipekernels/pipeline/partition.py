@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -102,19 +101,3 @@ def deny_sharing(
         first = owners.setdefault(id(item), owner)
         if first != owner:
             raise ValueError(f"{name} is shared by {sharers} {first} and {owner}; {remedy}")
-
-
-def warn_of_sequence_first(modules: Iterable[nn.Module], chunks: int, batch_dim: int) -> None:
-    """Warn if one of ``modules`` says that its batch dimension is 1, and 0 is to be cut."""
-    if chunks == 1 or batch_dim != 0:
-        return
-    for layer in modules:
-        if getattr(layer, "batch_first", True) is False:
-            warnings.warn(
-                f"a {type(layer).__name__} has batch_first=False, so its dimension 0 is time, and "
-                "inputs are to be cut into microbatches along dimension 0; give batch_dim=1 if "
-                "the model takes and returns tensors like this layer's",
-                UserWarning,
-                stacklevel=3,
-            )
-            return

@@ -30,7 +30,6 @@ from pipekernels.pipeline.partition import (
     check_sequential,
     layers,
     split_module,
-    warn_of_sequence_first,
 )
 from pipekernels.pipeline.schedule import ScheduleName, schedule_of
 from pipekernels.pipeline.skip import verify_skippables
@@ -76,7 +75,6 @@ class Pipe(nn.Module):
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
             microbatches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
-            A warning is given if it is 0 and a layer that is not ``batch_first`` wants 1.
         execution: how mini-batches run on CPUs. ``'auto'``: the faster of the others, measured for
             each kind of mini-batch; the first of a kind runs inline, and is watched for random
             numbers that threads cannot seed separately. ``'inline'``: on the calling thread.
@@ -118,19 +116,11 @@ class Pipe(nn.Module):
                 raise TypeError(f"{name} is {value!r}; it must be a list with an entry per stage")
         self.chunks = integer("chunks", whole(chunks))
         self.batch_dim = integer("batch_dim", batch_dim, least=0)
-        # Not of a custom layer, which may transpose its input before it calls one of torch's.
-        of_torch = [layer for layer in module if type(layer).__module__.startswith("torch.nn.")]
-        inner = chain.from_iterable(layer.modules() for layer in of_torch)
-        warn_of_sequence_first(inner, self.chunks, self.batch_dim)
         checkpoint = getattr(checkpoint, "value", checkpoint)  # Also an enum, as in fairscale.
         choices = {"checkpoint": (checkpoint, MODES), "execution": (execution, EXECUTIONS)}
         for name, (choice, known) in choices.items():
             if choice not in known:
                 raise ValueError(f"{name} is {choice!r}; it must be one of {', '.join(known)}")
-        if any(nn.parameter.is_lazy(p) for p in module.parameters()):
-            raise ValueError(
-                "module has parameters whose shape is not known yet; run it once before piping it"
-            )
         verify_skippables(module)
         # 2. How many layers each stage has, and where it lives.
         gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -269,7 +259,7 @@ class Pipe(nn.Module):
                 "former one; replace layers in it instead, pipe.partitions[i][j] = layer, or make "
                 "a new pipe"
             )
-        tensors, structure = flatten(value, "input", chunks=self.chunks)
+        tensors, structure = flatten(value, "input", is_batch=True)
         if in_forward_mode():
             deny_tangents("a Pipe", chain(tensors, self.parameters()))
         return Batch(tensors, structure, self.chunks, self.batch_dim)

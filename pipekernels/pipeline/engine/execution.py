@@ -7,13 +7,15 @@ threads with the same random numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 
 from pipekernels.pipeline.context import NOTHING, needs_this_thread
 from pipekernels.pipeline.engine import workers
-from pipekernels.pipeline.engine.random import seeding_of
+from pipekernels.pipeline.engine.random import Audit, WorkerRandom
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
 
@@ -58,12 +60,16 @@ class ExecutionPlan:
         self.is_fused = fuses and not self._on_workers and stages.fused is not None
         self.tasks = [stages.fused] if self.is_fused and stages.fused else stages.tasks
         self.program = schedule.program(len(self.tasks), micro_batches)
-        self.seeding = seeding_of(
-            stages.generators,
-            stages.observed,
-            is_first=execution == FIRST,
-            on_workers=self._on_workers,
-        )
+        # Generators that are seeded before each task; what makes, of the seed, a context for a
+        # task's forward or its recomputation; and one in which autograd runs a stage's backward.
+        self.generators = [] if self._on_workers else stages.generators
+        self.drawing: Callable[[int], AbstractContextManager[Any]] | None = None
+        self.in_autograd: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if self._on_workers:
+            self.drawing = self.in_autograd = partial(WorkerRandom, stages.observed)
+        elif execution == FIRST:  # The layers are not known yet.
+            self.drawing = lambda _: Audit(stages.observed)
+            self.in_autograd = partial(Audit, stages.observed, backward=True)
         self._on_host = stages.on_host if stages.with_streams else None
 
     def run(self, program: Program, compute: Callable[[Action, Any], Any]) -> None:

@@ -42,7 +42,7 @@ class Targets:
         self._parts: Scatter | None = None
         if target is None:
             return
-        tensors, structure = flatten(target, "target", chunks=batch.chunks)
+        tensors, structure = flatten(target, "target", is_batch=True)
         if any(tensor.grad_fn is not None for tensor in tensors):
             raise ValueError(
                 "a target has a graph, whose backward each microbatch would run again; detach it, "

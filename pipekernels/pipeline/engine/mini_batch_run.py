@@ -101,7 +101,7 @@ class MiniBatchRun:
         ]
         self._skips = SkipTable(stages.skips, stages.devices) if stages.skips.receiver else NO_SKIPS
         # Makes a context for the time in which autograd runs, on this thread or on another.
-        self._in_autograd: Contexts = plan.seeding.backward
+        self._in_autograd: Contexts = plan.in_autograd
         self._keep_graph = False  # Whether the present backward is to.
         self._second_parts: dict[tuple[int, int], WeightBackward] = {}  # by (stage, microbatch)
         self._input_grads: list[Grads] = []  # By microbatch, in a backward.
@@ -268,10 +268,9 @@ class MiniBatchRun:
     def seeded(self, stage: int, m: int) -> AbstractContextManager[Any]:
         """A context for a forward or its recomputation, made and entered on its thread: both get
         the same numbers from torch's default generators."""
-        seeding = self._plan.seeding
         # Before the context is made: an audit remembers the state that it begins with.
-        seed = seed_task(seeding.generators, self._seed, stage, m)
-        return NOTHING if seeding.forward is None else seeding.forward(seed)
+        seed = seed_task(self._plan.generators, self._seed, stage, m)
+        return NOTHING if self._plan.drawing is None else self._plan.drawing(seed)
 
     # ---- actions ---------------------------------------------------------------------------------
 
@@ -296,7 +295,7 @@ class MiniBatchRun:
             inputs = self._send(inputs, stage, m) if self._moves else inputs
         # 1, 2. A copied skip arrives with the inputs, so copies are waited for after both.
         if task.received_skips:
-            inputs = inputs.with_skips(self._skips.take(task.received_skips, m))
+            inputs = self._skips.take(inputs, task.received_skips, m)
         if (stage, m, False) in self._transport.pending:
             self._transport.receive((stage, m, False))
         # 3. What a recomputation must find again is noted before layers can change it.
@@ -330,8 +329,7 @@ class MiniBatchRun:
             outputs = replace(outputs, tensors=copied_apart(outputs.tensors, inputs.tensors))
         # 4, 5.
         if outputs.skips:
-            outputs, sent = outputs.without_skips()
-            self._skips.leave(sent, m, self._transport)
+            outputs = self._skips.leave(outputs, m, self._transport)
         if is_last:
             # A loss is seeded as one more stage.
             with self.seeded(len(self.stages.modules), m) if self._trains else NOTHING:

@@ -104,24 +104,16 @@ class Parameters:
         by_id = {key: pair[0] for pairs in self._pairs for key, pair in pairs.items()}
         self.unique = list(by_id.values())
         self.tensors = [*self._frozen, *(copy for _, _, _, copy in self._entries)]
-        # Of each parameter whose copy has the same memory; module.to(dtype) changes it.
-        self._memory = [(p, p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.unique]
+        self._memory = self._memory_now()
+
+    def _memory_now(self) -> list[Any]:
+        # A copy has the memory of its parameter; module.to(dtype) changes it.
+        named = [(p.requires_grad, p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.unique]
+        return [*named, *(p.requires_grad for p in self._frozen)]
 
     def is_current(self) -> bool:
         """Whether an object made now of the same layers would be the same."""
-        for parameter in self._frozen:
-            if parameter.requires_grad:
-                return False
-        for parameter, address, dtype, shape, stride in self._memory:
-            if (
-                not parameter.requires_grad
-                or parameter.data_ptr() != address
-                or parameter.dtype is not dtype
-                or parameter.shape != shape
-                or parameter.stride() != stride
-            ):
-                return False
-        return True
+        return self._memory == self._memory_now()
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -17,10 +17,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +49,6 @@ _RANDOM: dict[Any, list[tuple[int, str, Any]]] = {
     F.scaled_dot_product_attention: [(4, "dropout_p", 0.0)],
     F.multi_head_attention_forward: [(10, "dropout_p", 0.0)],
 }
-Context = AbstractContextManager[Any]
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -81,7 +79,7 @@ class WorkerRandom(TorchFunctionMode):
 
     def __init__(self, observed: Observed, seed: int | None = None) -> None:
         super().__init__()
-        self._observed = observed
+        self.observed = observed
         self._seed = seed
         self._state: torch.Tensor | None = None
 
@@ -89,11 +87,11 @@ class WorkerRandom(TorchFunctionMode):
         kwargs = kwargs or {}
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)
-        self._observed.draws = True
+        self.observed.draws = True
         if self._seed is None:
             # A layer that recomputes its forward sets the state of the process-wide generator,
             # which other workers also use. The next mini-batch will run on one thread.
-            self._observed.hidden = True
+            self.observed.hidden = True
             raise RuntimeError(
                 "a layer of the pipe has begun to draw random numbers in its backward, as layers "
                 "do that checkpoint themselves; run this mini-batch again, and the pipe will keep "
@@ -118,7 +116,7 @@ class Audit(TorchFunctionMode):
 
     def __init__(self, observed: Observed, *, backward: bool = False) -> None:
         super().__init__()
-        self._observed = observed
+        self.observed = observed
         self._backward = backward
         self._state = torch.default_generator.get_state()
 
@@ -139,8 +137,8 @@ class Audit(TorchFunctionMode):
         kwargs = kwargs or {}
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)
-        self._observed.draws = True
-        self._observed.hidden |= self._backward or kwargs.get("generator") is not None
+        self.observed.draws = True
+        self.observed.hidden |= self._backward or kwargs.get("generator") is not None
         # The state is what the last function left, unless something drew in between.
         self.check()
         result = func(*args, **kwargs)
@@ -150,12 +148,7 @@ class Audit(TorchFunctionMode):
     def check(self) -> None:
         """Note numbers drawn where this mode has not seen it."""
         now = torch.default_generator.get_state()
-        self._observed.hidden |= not torch.equal(self._state, now)
-
-    def note_set(self) -> None:
-        """Note that the generator's state has been set."""
-        self._observed.sets = True
-        self._state = torch.default_generator.get_state()
+        self.observed.hidden |= not torch.equal(self._state, now)
 
 
 _audits: list[Audit] = []  # Those that run, of any thread.
@@ -172,31 +165,5 @@ class _WatchedGenerator:
 def _set(setter: Callable[..., Any], *args: Any) -> Any:
     for audit in tuple(_audits):
         audit.check()  # Of what `setter` undoes.
-    result = setter(*args)
-    for audit in tuple(_audits):
-        audit.note_set()
-    return result
-
-
-class Seeding(NamedTuple):
-    """How the random functions of tasks are seeded, and watched."""
-
-    generators: Sequence[torch.Generator]  # Seeded before each task.
-    # Makes, of the seed, a context for a task's forward or its recomputation.
-    forward: Callable[[int], Context] | None = None
-    # Makes a context in which autograd runs a stage's backward.
-    backward: Callable[[], Context] = nullcontext
-
-
-def seeding_of(
-    generators: Sequence[torch.Generator], observed: Observed, *, is_first: bool, on_workers: bool
-) -> Seeding:
-    """How mini-batches are seeded: the first, whose layers are not known yet, those on workers, and
-    those inline."""
-    if is_first:
-        return Seeding(
-            generators, lambda _: Audit(observed), partial(Audit, observed, backward=True)
-        )
-    if on_workers:
-        return Seeding((), partial(WorkerRandom, observed), partial(WorkerRandom, observed))
-    return Seeding(generators)
+        audit.observed.sets = True
+    return setter(*args)

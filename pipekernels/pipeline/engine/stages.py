@@ -14,7 +14,7 @@ from pipekernels.pipeline.context import generators_of
 from pipekernels.pipeline.engine.random import Observed
 from pipekernels.pipeline.engine.task import Task
 from pipekernels.pipeline.partition import has_collectives
-from pipekernels.pipeline.skip import SkipRoutes
+from pipekernels.pipeline.skip import SkipRoutes, verify_skippables
 from pipekernels.pipeline.timeline import Timeline
 
 
@@ -24,13 +24,6 @@ class Stages:
     def __init__(self, modules: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
         self.modules = list(modules)  # The layers of each stage.
         self.devices = list(devices)  # One per stage.
-        self.skips = SkipRoutes(modules)
-        self.tasks = [
-            Task([stage], index, device, self.skips.received[index], self.skips.sent[index])
-            for index, (stage, device) in enumerate(zip(modules, devices, strict=True))
-        ]
-        # All stages as one task, which has no copies between them and no skips to pass on.
-        self.fused = Task(modules, 0, devices[0]) if len(set(devices)) == 1 else None
         # Work on devices with streams is issued; on the host, calls return when it is done.
         self.with_streams = [device for device in dict.fromkeys(devices) if has_streams(device)]
         self.on_host = frozenset(
@@ -46,12 +39,19 @@ class Stages:
 
         Raises:
             ValueError: FSDP shards a layer.
-            RuntimeError: layers with skips were added or removed.
+            TypeError: skips do not match.
         """
         layers = [layer for stage in self.modules for layer in stage.modules()]
         _refuse_fsdp(layers)
-        for task in (*self.tasks, *filter(None, [self.fused])):
-            task.inspect_layers()
+        verify_skippables(nn.Sequential(*self.modules))
+        self.skips = SkipRoutes(self.modules)
+        self.tasks = [
+            Task([stage], index, device, self.skips.received[index], self.skips.sent[index])
+            for index, (stage, device) in enumerate(zip(self.modules, self.devices, strict=True))
+        ]
+        # All stages as one task, which has no copies between them and no skips to pass on.
+        is_one = len(set(self.devices)) == 1
+        self.fused = Task(self.modules, 0, self.devices[0]) if is_one else None
         self.share_layers = len(layers) != len(set(layers))
         self.training = tuple(layer.training for layer in layers)  # Each layer's flag.
         self.has_deferred_batch_norm = any(isinstance(x, DeferredBatchNorm) for x in layers)

@@ -181,21 +181,10 @@ class Task:
         self.device = device
         self.received_skips = tuple(received)
         self.sent_skips = tuple(sent)
-        self._skips = [skips_of(stage) for stage in stages]
+        self._has_skips = any(skips_of(stage) for stage in stages)
         # Microbatches are views of the caller's tensors, which layers must not modify in place:
         # autograd would not know, and the views share one version counter.
         self._is_first = first == 0
-        self.inspect_layers()
-
-    def inspect_layers(self) -> None:
-        """Must be called after the layers have changed. RuntimeError if their skips have."""
-        for (index, stage), skips in zip(self.stages, self._skips, strict=True):
-            if skips_of(stage) != skips:
-                raise RuntimeError(
-                    f"layers with skips were added to stage {index}, or removed, after the pipe "
-                    "was made, which fixed the routes of skips; change the layers before making a "
-                    "pipe, or make a new one of pipe.to_sequential()"
-                )
         self.layers = [layer for _, stage in self.stages for layer in stage.modules()]
         # Whether layers overwrite inputs, which are then copied where they must not change: if
         # checkpointed, or the caller's. Found out with the first copies of each layout, as layers
@@ -250,7 +239,7 @@ class Task:
                     if leaf is not None:
                         args[i] = StageInput.apply(leaf, grads, i, parameters.drop_accumulated)
             # Layers pop skips from, and stash them to, this dict; a skip may be None.
-            if any(self._skips):
+            if self._has_skips:
                 received = dict(zip(inputs.skips, args[n:], strict=True))
                 carrying = carried(dict.fromkeys(self.received_skips) | received)
             value = inputs.structure.build(args[:n])

@@ -25,6 +25,7 @@ from pipekernels.device.channel import Channel, PendingCopy, channel, settle_all
 from pipekernels.device.profiling import in_profile
 from pipekernels.device.streams import Stream
 from pipekernels.pipeline.context import NOTHING
+from pipekernels.pipeline.microbatch import Activation
 from pipekernels.pipeline.skip import Key, SkipRoutes
 from pipekernels.pipeline.timeline import Mark, clock
 
@@ -114,10 +115,6 @@ def _follow(later: Stream, earlier: Stream) -> None:
         later.wait_event(earlier.record_event())
 
 
-Skips = Mapping[Key, tuple[torch.Tensor, bool]]
-"""Tensors, and whether each wants a gradient."""
-
-
 class SkipTable:
     """The skips of one mini-batch, and their gradients, from the stage that stashes them until the
     one that pops them. The stages in between run in between, so no synchronisation is needed."""
@@ -131,9 +128,12 @@ class SkipTable:
         self._source_devices: dict[tuple[Key, int], torch.device] = {}
         self.grads: dict[tuple[Key, int], torch.Tensor | None] = {}  # Those of a backward.
 
-    def leave(self, skips: Skips, m: int, transport: Transport) -> None:
-        """Keep skips of microbatch ``m`` for the stages that pop them."""
-        for key, (skip, wants) in skips.items():
+    def leave(self, value: Activation, m: int, transport: Transport) -> Activation:
+        """Keep the skips of ``value``, of microbatch ``m``, for the stages that pop them; returns
+        it without them."""
+        n = len(value.tensors) - len(value.skips)
+        rest = zip(value.skips, value.tensors[n:], value.wants_grad[n:], strict=True)
+        for key, skip, wants in rest:
             # The copy is waited for together with the inputs of the stage that pops it.
             receiver = self._routes.receiver[key]
             device = self._devices[receiver]
@@ -143,9 +143,11 @@ class SkipTable:
             self._skips[key, m] = skip, wants
             if wants:
                 self._versions[key, m] = skip._version
+        return Activation(value.tensors[:n], value.wants_grad[:n], value.structure)
 
-    def take(self, keys: Sequence[Key], m: int) -> Skips:
-        """The skips of microbatch ``m`` for ``keys``; those that are None are left out.
+    def take(self, value: Activation, keys: Sequence[Key], m: int) -> Activation:
+        """``value``, of microbatch ``m``, with the skips for ``keys``; those that are None are left
+        out.
 
         Raises:
             RuntimeError: a skip that wants a gradient has been modified in place.
@@ -158,7 +160,9 @@ class SkipTable:
                     "stash and pop it, so its gradient cannot be computed; stash a copy, or use "
                     "layers that do not work in place"
                 )
-        return found
+        tensors = (*value.tensors, *[skip for skip, _ in found.values()])
+        wants_grad = (*value.wants_grad, *[wants for _, wants in found.values()])
+        return Activation(tensors, wants_grad, value.structure, tuple(found), value.sources)
 
     def leave_grads(
         self, grads: Mapping[Key, torch.Tensor | None], m: int, transport: Transport

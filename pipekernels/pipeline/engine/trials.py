@@ -96,49 +96,35 @@ class Executions:
         self._stages = stages
         self._execution = execution
         self._auto: dict[Signature, Auto] = {}
-        self._plans: dict[tuple[Signature, Conditions, str], ExecutionPlan] = {}
 
     def choose(
         self, signature: Signature, conditions: Conditions
     ) -> tuple[ExecutionPlan, Callable[[float], object] | None]:
         """The plan of the next mini-batch, and what is to be called with the seconds that it took,
         when it has ended."""
-        record = None
-        is_settled = True
+        auto: Auto | None = None
         why = self._why_inline(signature, conditions)
-        if why is not None:
-            execution = "inline"
-        elif self._execution == "auto":
-            auto = self._auto.get(signature) or self._auto.setdefault(signature, Auto(signature))
+        execution = "inline"
+        if why is None and self._execution == "auto":
+            auto = self._auto.setdefault(signature, Auto(signature))
             execution = auto.choose()
-            is_settled = execution == auto.fastest
-            if not is_settled:
-                record = partial(auto.record, execution)
-        else:
+        elif why is None:
             execution = self._execution
             why = f"execution={execution!r} asks for it"
-        key = signature, conditions, execution
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = ExecutionPlan(
-                self._stages,
-                signature.schedule,
-                signature.micro_batches,
-                execution,
-                fuses=conditions.fuses,
-            )
-            if why is not None:  # Auto logs the others.
-                stages, name = len(self._stages.tasks), signature.schedule.name
-                message = "a pipe of %d stages, %s, %d microbatches: %s (%s)"
-                _log.info(message, stages, name, signature.micro_batches, execution, why)
-        if is_settled:
-            self.settled[signature, conditions] = plan
-        return plan, record
+        count, fuses = signature.micro_batches, conditions.fuses
+        plan = ExecutionPlan(self._stages, signature.schedule, count, execution, fuses=fuses)
+        if auto is not None and execution != auto.fastest:
+            return plan, partial(auto.record, execution)
+        if why is not None:  # Auto logs the others.
+            stages, name = len(self._stages.tasks), signature.schedule.name
+            message = "a pipe of %d stages, %s, %d microbatches: %s (%s)"
+            _log.info(message, stages, name, count, execution, why)
+        self.settled[signature, conditions] = plan
+        return plan, None
 
     def forget(self) -> None:
         """Drop the plans and watch the next mini-batch of each signature: layers have changed."""
         self.settled.clear()
-        self._plans.clear()
         for auto in self._auto.values():
             auto.is_warm = False
 
