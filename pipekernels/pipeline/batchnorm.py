@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from pipekernels._arguments import check_kind, integer, whole
 from pipekernels._torch_private import BatchNormBase
@@ -113,8 +112,8 @@ def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
-    """Make every ``nn.BatchNorm1d/2d/3d`` in ``module`` that tracks statistics, except
-    ``nn.SyncBatchNorm``, a :class:`DeferredBatchNorm`, or give it the new number of chunks.
+    """Make every ``nn.BatchNorm1d/2d/3d`` in ``module`` that tracks statistics, but none of a
+    subclass, a :class:`DeferredBatchNorm`, or give it the new number of chunks.
 
     Parameters, statistics, hooks and state_dict keys stay the same.
 
@@ -125,25 +124,13 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
 
     Raises:
         ValueError: ``chunks`` is below 1.
-        TypeError: a BatchNorm overrides forward, is lazy or parametrized. None is changed then.
     """
     chunks = integer("chunks", whole(chunks))
     check_kind("module", module, nn.Module, "an nn.Module")
-    norms: list[Any] = []
-    for name, norm in module.named_modules():
-        tracks = isinstance(norm, BatchNormBase) and norm.track_running_stats
-        if not tracks or isinstance(norm, nn.SyncBatchNorm):
-            continue
-        is_plain = type(norm).forward in (BatchNormBase.forward, DeferredBatchNorm.forward)
-        if not is_plain or hasattr(norm, "parametrizations") or isinstance(norm, LazyModuleMixin):
-            raise TypeError(
-                f"{name or 'the module'} is a {type(norm).__name__}, which does more than "
-                "BatchNorm does, and that would be lost; use nn.BatchNorm1d, 2d or 3d there (a "
-                "lazy one becomes that with its first input), or no deferred batch norm"
-            )
-        norms.append(norm)
+    plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, DeferredBatchNorm)
+    norms: list[Any] = [norm for norm in module.modules() if type(norm) in plain]
     for norm in norms:
-        if not isinstance(norm, DeferredBatchNorm) or norm.chunks != chunks:
+        if norm.track_running_stats and getattr(norm, "chunks", 0) != chunks:
             norm.__class__ = DeferredBatchNorm  # Keeps hooks, and references to the module.
             norm.chunks, norm.in_pipe = chunks, False
             norm.discard()

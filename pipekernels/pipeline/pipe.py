@@ -86,7 +86,7 @@ class Pipe(nn.Module):
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, holds a pipe or has a forward, parameters
             or hooks itself, its skips do not match, ``balance`` or ``devices`` does not list
-            integers or devices, or a BatchNorm cannot be deferred.
+            integers or devices.
         ValueError: an argument is out of its range, ``balance`` does not fit the module, or FSDP
             shards a layer.
         IndexError: fewer devices than stages.
@@ -167,16 +167,10 @@ class Pipe(nn.Module):
             ValueError: the input cannot be split: no batch dimension, or batch sizes differ; or
                 the outputs of microbatches cannot be joined along ``batch_dim``.
             RuntimeError: inside a transform of ``torch.func``, or with tangents (forward-mode
-                differentiation); while it is traced (``torch.jit``, ``torch.fx``,
-                ``torch.export``); or an entry of ``partitions`` has been replaced.
+                differentiation); or an entry of ``partitions`` has been replaced.
+
+        A pipe cannot be traced or exported: trace ``pipe.to_sequential()``.
         """
-        # Tracing by torch.fx hands over a proxy for all inputs.
-        exported = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
-        if exported or torch.jit.is_tracing() or isinstance(inputs, torch.fx.Proxy):
-            raise RuntimeError(
-                "a Pipe runs its layers on threads and cannot be traced or exported; trace the "
-                "model without it, pipe.to_sequential()"
-            )
         value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
         if not self.partitions:
             self._batch(value)  # Checks it.
@@ -227,8 +221,8 @@ class Pipe(nn.Module):
         Raises:
             TypeError: there is no tensor in ``input``, ``target`` or what a stage returns, or
                 ``loss_fn`` cannot be called or returns none.
-            ValueError: an argument is out of its range, batch sizes differ, a target was computed
-                with a graph, or the loss is not a scalar.
+            ValueError: an argument is out of its range, batch sizes differ, or the loss is not a
+                scalar.
             RuntimeError: no loss requires a gradient, FSDP2 shards the pipe, or as :meth:`forward`.
         """
         fsdp = sys.modules.get("torch.distributed.fsdp")  # Not imported: not used.

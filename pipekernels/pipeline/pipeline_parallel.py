@@ -12,7 +12,6 @@ from torch import nn
 from pipekernels._arguments import check_kind, integer
 from pipekernels.pipeline.context import Mode
 from pipekernels.pipeline.engine.execution import Execution
-from pipekernels.pipeline.microbatch import Batch
 from pipekernels.pipeline.partition import check_sequential, does_more
 from pipekernels.pipeline.pipe import Pipe
 
@@ -51,17 +50,16 @@ class PipelineParallel(Pipe):
     of the previous stage or, if no earlier stage has any, of the first stage that has some.
 
     Args:
-        stages: in any order; their indices are 0 to n - 1.
+        stages: in any order; their indices are 0 to n - 1. The layers that they have now run:
+            add or replace others in ``partitions``.
         num_micro_batches: the most microbatches per input.
         checkpoint, execution: see ``Pipe``.
 
     Raises:
         TypeError: a stage is not a :class:`PipelineStage`, or has more than its layers, such as
-            hooks. So do forward and ``train_step`` if it gets them later.
+            hooks.
         ValueError: no stage, an index that occurs twice or is left out, ``num_micro_batches`` below
             1, a stage whose layers are on several devices, or an unknown ``checkpoint``.
-        RuntimeError: in forward and ``train_step``, if layers of a stage have been added or
-            replaced since: replace them in ``partitions``.
     """
 
     def __init__(
@@ -74,8 +72,7 @@ class PipelineParallel(Pipe):
     ) -> None:
         ordered = _in_order(stages)
         chunks = integer("num_micro_batches", num_micro_batches)
-        at_start = tuple(map(_layers_of, ordered))
-        layers = [own or (nn.Identity(),) for own in at_start]
+        layers = [_layers_of(stage) or [nn.Identity()] for stage in ordered]
         module = nn.Sequential(*chain.from_iterable(layers))
         module.training = any(stage.training for stage in ordered)
         super().__init__(
@@ -88,17 +85,6 @@ class PipelineParallel(Pipe):
         )
         # Tuples, so that they are not registered as submodules, which the partitions' layers are.
         self._stages = tuple(ordered)
-        self._layers_at_start = at_start
-
-    def _batch(self, value: Any) -> Batch:
-        for stage, layers in zip(self._stages, self._layers_at_start, strict=True):
-            if _layers_of(stage) != layers:
-                raise RuntimeError(
-                    f"the layers of stage {stage.index} have changed since the pipeline was made, "
-                    "which would run the former ones; replace them in the pipeline, "
-                    f"pipeline.partitions[{stage.index}][j] = layer, or make a new one"
-                )
-        return super()._batch(value)
 
     def num_stages(self) -> int:
         """Number of stages."""
@@ -124,7 +110,7 @@ def _in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
     return ordered
 
 
-def _layers_of(stage: PipelineStage) -> tuple[nn.Module, ...]:
+def _layers_of(stage: PipelineStage) -> list[nn.Module]:
     """The layers of ``stage``; a TypeError if it does more than call them."""
     check_sequential(stage.layers)
     if does_more(stage, PipelineStage) or len(stage._modules) > 1:
@@ -132,7 +118,7 @@ def _layers_of(stage: PipelineStage) -> tuple[nn.Module, ...]:
             f"stage {stage.index} has its own forward, parameters, modules or hooks, and the "
             "pipeline runs its layers alone; make a layer of them, stage.add_layer(module)"
         )
-    return tuple(stage.layers)
+    return list(stage.layers)
 
 
 def _devices(stages: Sequence[PipelineStage]) -> list[torch.device]:

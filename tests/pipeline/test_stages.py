@@ -4,7 +4,6 @@ The interface is that of Rust's generic ``PipelineParallel<B: Backend>`` (stages
 added one by one, GPipe's microbatches), with extensions.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -79,30 +78,18 @@ def test_stages_run_where_their_layers_are() -> None:
         PipelineParallel([on(0, linear("cpu"), linear("meta"))], 2)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda stage: stage.add_layer(nn.Identity()),
-        lambda stage: setattr(stage.layers, "0", nn.Linear(5, 4).double()),
-    ],
-)
-def test_layers_of_a_stage_that_change_later(change: Callable[[PipelineStage], object]) -> None:
+def test_a_pipeline_has_the_layers_that_stages_had() -> None:
     given = stages()
     pipeline = PipelineParallel(given, 2)
-    change(given[1])
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="layers of stage 1 have changed since"):
-            pipeline(batch(4))
-        pipeline = copy.deepcopy(pipeline)
-    with pytest.raises(RuntimeError, match=r"replace them in the pipeline, pipeline.partitions"):
-        pipeline.train_step(batch(4), None, torch.mean)
-    pipeline = PipelineParallel(given, 2)
+    expected = pipeline(batch(4))
+    given[1].add_layer(nn.Tanh())
+    torch.testing.assert_close(pipeline(batch(4)), expected)
     pipeline.partitions[1][0] = layer = nn.Linear(5, 4).double()
     pipeline(batch(4)).sum().backward()
     assert layer.weight.grad is not None
     hook(given[2])
     with pytest.raises(TypeError, match="has its own forward, parameters, modules or hooks"):
-        pipeline(batch(4))
+        PipelineParallel(given, 2)
 
 
 @pytest.mark.parametrize(

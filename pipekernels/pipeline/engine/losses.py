@@ -35,7 +35,7 @@ class Targets:
 
     Raises:
         TypeError: there is no tensor in ``target``, or one that cannot be cut.
-        ValueError: a target has a graph, or another batch size than the inputs of ``batch``.
+        ValueError: a target has another batch size than the inputs of ``batch``.
     """
 
     def __init__(self, batch: Batch, target: Any) -> None:
@@ -43,11 +43,6 @@ class Targets:
         if target is None:
             return
         tensors, structure = flatten(target, "target", is_batch=True)
-        if any(tensor.grad_fn is not None for tensor in tensors):
-            raise ValueError(
-                "a target has a graph, whose backward each microbatch would run again; detach it, "
-                "or use loss_fn(pipe(input), target).backward()"
-            )
         whole = replace(batch, tensors=tensors, structure=structure)
         self._parts = Scatter(whole, what="target")
         rows = rows_of(batch.tensors, batch.dim, "input")
