@@ -174,7 +174,6 @@ WITH_HOOK.register_forward_hook(lambda module, inputs, output: output * 2)
         ({"devices": ["cpu"]}, IndexError, "1 devices for 2 partitions"),
         ({"devices": "cpu"}, TypeError, "devices is 'cpu'; it must be a list"),
         ({"devices": ["cpu", None]}, TypeError, r"device\(\)"),
-        ({"module": nn.Sequential(nn.LazyLinear(2))}, ValueError, "uninitialized parameter"),
     ],
 )
 def test_bad_arguments(arguments: dict, error: type[Exception], message: str) -> None:

@@ -146,7 +146,8 @@ class Engine:
         parameters: Parameters | None = None
         while parameters is None and self._free_parameters:
             kept = self._free_parameters.pop()
-            parameters = kept if kept.layers is self._layers and kept.is_current() else None
+            is_current = kept.layers is self._layers and kept.memory == kept.memory_now()
+            parameters = kept if is_current else None
         parameters = parameters or Parameters(self._layers)
         enabled = torch.is_grad_enabled()
         wanted = [enabled and tensor.requires_grad for tensor in batch.tensors]

@@ -77,6 +77,7 @@ class Parameters:
     Attributes:
         unique: the trainable parameters, each once.
         tensors: these and the frozen ones, as layers have them while the copies are installed.
+        memory: what :meth:`memory_now` returned when this object was made.
     """
 
     def __init__(self, layers: Layers) -> None:
@@ -104,16 +105,12 @@ class Parameters:
         by_id = {key: pair[0] for pairs in self._pairs for key, pair in pairs.items()}
         self.unique = list(by_id.values())
         self.tensors = [*self._frozen, *(copy for _, _, _, copy in self._entries)]
-        self._memory = self._memory_now()
+        self.memory = self.memory_now()
 
-    def _memory_now(self) -> list[Any]:
-        # A copy has the memory of its parameter; module.to(dtype) changes it.
+    def memory_now(self) -> list[Any]:
+        """What copies take from their parameters, now; module.to(dtype) changes it."""
         named = [(p.requires_grad, p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.unique]
         return [*named, *(p.requires_grad for p in self._frozen)]
-
-    def is_current(self) -> bool:
-        """Whether an object made now of the same layers would be the same."""
-        return self._memory == self._memory_now()
 
     @contextmanager
     def installed(self) -> Iterator[None]:

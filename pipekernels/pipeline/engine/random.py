@@ -150,6 +150,11 @@ class Audit(TorchFunctionMode):
         now = torch.default_generator.get_state()
         self.observed.hidden |= not torch.equal(self._state, now)
 
+    def note_set(self) -> None:
+        """Note that the generator's state has been set."""
+        self.observed.sets = True
+        self._state = torch.default_generator.get_state()
+
 
 _audits: list[Audit] = []  # Those that run, of any thread.
 
@@ -165,5 +170,7 @@ class _WatchedGenerator:
 def _set(setter: Callable[..., Any], *args: Any) -> Any:
     for audit in tuple(_audits):
         audit.check()  # Of what `setter` undoes.
-        audit.observed.sets = True
-    return setter(*args)
+    result = setter(*args)
+    for audit in tuple(_audits):
+        audit.note_set()
+    return result
