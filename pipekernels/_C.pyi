@@ -131,16 +131,40 @@ class Communicator:
         self, data: int, count: int, dtype: int, root: int, shape: int = 0, /
     ) -> None: ...
     def reduce(self, data: int, count: int, dtype: int, reduction: int, root: int, /) -> None: ...
-    def gather(
-        self, input: int, outputs: Sequence[int], count: int, dtype: int, root: int, /
-    ) -> None: ...
-    def scatter(
-        self, inputs: Sequence[int], output: int, count: int, dtype: int, root: int, /
-    ) -> None: ...
+    def send(self, data: int, bytes: int, dst: int, tag: int, /) -> Message: ...
+    def receive(self, data: int, bytes: int, src: int, tag: int, /) -> Message:
+        """``src`` may be -1, any rank."""
+
+    def exchange(
+        self,
+        call: int,
+        inputs: Sequence[int],
+        input_bytes: Sequence[int],
+        outputs: Sequence[int],
+        output_bytes: Sequence[int],
+        dtype: int,
+        root: int,
+        count: int,
+        /,
+    ) -> None:
+        """Inputs or outputs are those of all ranks, one for the root, or none."""
+
     def announce(self, call: int, dtype: int, reduction: int, root: int, count: int, /) -> None: ...
     def barrier(self) -> None: ...
     def close(self) -> None: ...
     def abort(self) -> None: ...
+
+class Message:
+    """A send or a receive, which uses its memory until it has ended."""
+
+    def _source_rank(self) -> int: ...
+    @property
+    def has_ended(self) -> bool: ...
+    def is_done(self) -> bool:
+        """As ``has_ended``, after moving what can be moved now."""
+
+    def wait(self, limit: float | None = None) -> bool:
+        """Return False if ``limit`` seconds pass before the end."""
 
 # ---- copies between devices ----
 # They exist if build_info()["cuda"]; pipekernels/device/channel.py says what each call does.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # At run time load() imports the extension when it is first n
 
     Communicator = _C.Communicator
     CudaCommunicator = _C.CudaCommunicator
+    Message = _C.Message
     Segment = _C.Segment
 
 _REMEDY = "Build it with `pip install .` (or `pip install -e .`) in the pipekernels source folder."

@@ -23,32 +23,6 @@ pytestmark = pytest.mark.processes
 pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
 
 
-@in_group(3)
-def test_strided_tensors_of_calls_that_gloo_runs(rank: int) -> None:
-    def column(value: float) -> torch.Tensor:
-        whole = torch.full((3, 2), 9.0)
-        whole[:, 0] = value
-        return whole[:, 0]
-
-    x, *swapped = touched = [column(0) for _ in range(4)]
-    dist.all_to_all(swapped, [column(10 * rank + i) for i in range(3)])
-    assert [each.tolist() for each in swapped] == [[10.0 * i + rank] * 3 for i in range(3)]
-    dist.all_to_all_single(x, torch.arange(1.0, 4.0) + rank)
-    assert x.tolist() == [rank + 1.0 + i for i in range(3)]
-    assert all(each._base[:, 1].eq(9).all() for each in touched)
-    peers = (rank + 1) % 3, (rank - 1) % 3
-    sent = [dist.P2POp(dist.isend, column(i + rank), peers[0]) for i in range(2)]
-    received = [dist.P2POp(dist.irecv, each, peers[1]) for each in swapped[:2]]
-    for work in dist.batch_isend_irecv([*sent, *received]):
-        work.wait()
-    assert [each.tolist() for each in swapped[:2]] == [[peers[1] + i] * 3 for i in range(2)]
-    assert all(each._base[:, 1].eq(9).all() for each in touched)
-    if rank:
-        dist.send(column(5), 0)
-    else:
-        assert {dist.recv(x), dist.recv(x)} == {1, 2} and x.tolist() == [5] * 3
-
-
 @in_group(2)
 def test_a_call_that_is_refused_for_one_tensor_has_started_none(rank: int) -> None:
     group, x, whole = dist.group.WORLD, torch.ones(2), torch.ones(4)

@@ -27,7 +27,6 @@
 #include "pipekernels/collectives/all_reduce.h"
 #include "pipekernels/collectives/broadcast.h"
 #include "pipekernels/collectives/communicator.h"
-#include "pipekernels/collectives/gather.h"
 #include "pipekernels/collectives/reduce_scatter.h"
 #include "pipekernels/elements/reduce.h"
 #include "pipekernels/host/dlpack.h"
@@ -174,7 +173,6 @@ template <class Body>
 bool run_without_gil_if_long(Communicator& communicator, size_t bytes, bool waits, Body call) {
   const GilUntilRelease gil;
   // Release the GIL at once if the peers are threads, which need it, or if the call takes long.
-  constexpr size_t kFewBytes = 256 << 10;  // Copying them takes some 10 us.
   if (!waits && (bytes > kFewBytes || !communicator.meets_peers())) return false;
   if (communicator.is_threads() || bytes > kFewBytes) GilUntilRelease::release();
   call();
@@ -292,8 +290,6 @@ bool broadcast_flat(Communicator& communicator, PyObject* const* arguments) {
   if (made) mark_changed(arguments[0]);
   return made;
 }
-
-using CommunicatorClass = py::class_<Communicator, std::shared_ptr<Communicator>>;
 
 // A property of Communicator whose value is the method `call` with `parameters`, of the object.
 template <bool (*call)(Communicator&, PyObject* const*), int parameters>
@@ -447,34 +443,6 @@ void bind_collectives(py::module_& m) {
           py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("reduction"),
           py::arg("root"), WithoutGil())
       .def(
-          "gather",
-          [](Communicator& communicator, uintptr_t input, const std::vector<uintptr_t>& outputs,
-             size_t count, int dtype, int root) {
-            const DType type = dtype_of_code(dtype);
-            std::vector<void*> places;
-            for (const uintptr_t each : outputs) {
-              places.push_back(address_of("outputs", each, count, type));
-            }
-            gather(communicator, address_of("input", input, count, type), places, count, type,
-                   root);
-          },
-          py::arg("input"), py::arg("outputs"), py::arg("count"), py::arg("dtype"), py::arg("root"),
-          WithoutGil())
-      .def(
-          "scatter",
-          [](Communicator& communicator, const std::vector<uintptr_t>& inputs, uintptr_t output,
-             size_t count, int dtype, int root) {
-            const DType type = dtype_of_code(dtype);
-            std::vector<const void*> places;
-            for (const uintptr_t each : inputs) {
-              places.push_back(address_of("inputs", each, count, type));
-            }
-            scatter(communicator, places, address_of("output", output, count, type), count, type,
-                    root);
-          },
-          py::arg("inputs"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("root"),
-          WithoutGil())
-      .def(
           "announce",
           [](Communicator& communicator, int call, int dtype, int reduction, int root,
              size_t count) {
@@ -495,6 +463,7 @@ void bind_collectives(py::module_& m) {
                       int64_t handle) { communicators[handle] = communicator; })
       .def("close", &close)
       .def("abort", &Communicator::abort, WithoutGil());
+  bind_messages(m, communicator);
 }
 
 }  // namespace pipekernels::python

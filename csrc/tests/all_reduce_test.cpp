@@ -12,7 +12,6 @@
 #include "openmp.h"
 #include "pipekernels/collectives/all_gather.h"
 #include "pipekernels/collectives/broadcast.h"
-#include "pipekernels/collectives/gather.h"
 #include "pipekernels/collectives/reduce_scatter.h"
 #include "pipekernels/elements/reduce.h"
 #include "pipekernels/host/fuzz.h"
@@ -99,25 +98,25 @@ void random_call(Communicator& communicator, uint64_t seed) {
     Buffer buffer(communicator, symmetric, shift, values(dtype, count, seed, me));
     reduce(communicator, buffer.data(), count, dtype, reduction, root);
     if (me == root) CHECK(equal(buffer.data(), reduced(dtype, count, seed, world_size, reduction)));
-  } else if (kind == 8) {
-    Buffer input(communicator, symmetric, shift, values(dtype, count, seed, me));
-    std::vector<Bytes> outputs(me == root ? world_size : 0, Bytes(count * size));
-    std::vector<void*> places;
-    for (Bytes& output : outputs) places.push_back(output.data());
-    gather(communicator, input.data(), places, count, dtype, root);
-    for (size_t rank = 0; rank < outputs.size(); ++rank) {
-      CHECK(outputs[rank] == values(dtype, count, seed, static_cast<int>(rank)));
+  } else if (kind <= 9) {
+    const auto operation = kind == 8 ? Operation::kGather : Operation::kAllToAll;
+    const auto part = [&](int from, int to) {  // Of uneven sizes.
+      const size_t bytes = operation == Operation::kGather ? (to == root) * count * size
+                                                           : (from + 1) * count / (to + 1);
+      Bytes made = values(DType::kInt64, bytes / 8 + 1, seed + to, from);
+      made.resize(bytes);
+      return made;
+    };
+    std::vector<Bytes> inputs, outputs;
+    std::vector<Part> sent, received;
+    for (int rank = 0; rank < world_size; ++rank) {
+      inputs.push_back(part(me, rank));
+      outputs.emplace_back(part(rank, me).size());
     }
-  } else if (kind == 9) {
-    std::vector<Bytes> inputs;
-    std::vector<const void*> places;
-    for (int rank = 0; me == root && rank < world_size; ++rank) {
-      inputs.push_back(values(dtype, count, seed, rank));
-    }
-    for (const Bytes& input : inputs) places.push_back(input.data());
-    Buffer output(communicator, symmetric, shift, Bytes(count * size));
-    scatter(communicator, places, output.data(), count, dtype, root);
-    CHECK(equal(output.data(), values(dtype, count, seed, me)));
+    for (Bytes& each : inputs) sent.push_back({each.data(), each.size()});
+    for (Bytes& each : outputs) received.push_back({each.data(), each.size()});
+    exchange(communicator, {operation, dtype, {}, {}, uint32_t(root), 0, count}, sent, received);
+    for (int rank = 0; rank < world_size; ++rank) CHECK(outputs[rank] == part(rank, me));
   } else {
     barrier(communicator);
   }
@@ -125,18 +124,6 @@ void random_call(Communicator& communicator, uint64_t seed) {
 
 void stress(Communicator& communicator, uint64_t seed, int calls) {
   for (int i = 0; i < calls; ++i) random_call(communicator, seed * 100000 + i);
-}
-
-// Returns the Error that `call` must throw.
-template <class Error, class Call>
-Error expect(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  CHECK(!"expected an error");
-  std::abort();
 }
 
 void test_mismatch(Communicator& communicator) {
@@ -160,11 +147,8 @@ void test_mismatch(Communicator& communicator) {
       [&] {
         std::vector<float> copy(10 * communicator.world_size());
         if (odd) return all_gather(communicator, data.data(), copy.data(), 10, DType::kFloat32);
-        std::vector<void*> places;
-        for (int rank = 0; me == 0 && rank < communicator.world_size(); ++rank) {
-          places.push_back(copy.data() + 10 * rank);
-        }
-        gather(communicator, data.data(), places, 10, DType::kFloat32, 0);
+        const std::vector<Part> parts(communicator.world_size());
+        exchange(communicator, to_all, parts, parts);
       },
   };
   for (const auto& call : calls) {
@@ -366,13 +350,17 @@ void test_kill(int world_size, uint64_t seed) {
 
 void test_forked_child() {
   const int fd = Segment::create(1);
-  const auto communicator = join(fd, 1, 0, {-1}, Seconds(30));
+  auto communicator = join(fd, 1, 0, {-1}, Seconds(30));
   close(fd);
   barrier(*communicator);
+  Bytes data(1);
+  const auto receive = [&] { communicator->messages().start(false, data.data(), 1, 0, 0); };
+  receive();  // Starts a thread.
   const pid_t pid = fork();
   if (pid == 0) {
     expect<std::runtime_error>([&] { barrier(*communicator); });
-    communicator->close();
+    expect<std::runtime_error>(receive);
+    communicator.reset();
     _exit(0);
   }
   int status = 0;

@@ -11,3 +11,15 @@
       std::abort();                                                               \
     }                                                                             \
   } while (false)
+
+// Returns the Error that `call` must throw.
+template <class Error, class Call>
+Error expect(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  CHECK(!"expected an error");
+  std::abort();
+}

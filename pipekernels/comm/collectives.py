@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, cast
 
 import torch
@@ -23,6 +23,7 @@ from pipekernels.comm.tensors import (
     check_tensor,
     mark_changed,
     output_for,
+    parts_of,
     put_back,
     to_dense,
     to_dense_in_place,
@@ -203,6 +204,92 @@ class Collectives:
         with in_profile("broadcast of %d bytes", dense.nbytes):
             self._backend_for(tensor.device).broadcast(dense, src)
         return put_back(dense, tensor)
+
+    def all_to_all(
+        self,
+        input: Tensor,
+        *,
+        input_sizes: Sequence[int] | None = None,
+        output_sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Send each rank its rows of ``input``, and return what all ranks send to this one.
+
+        Args:
+            input: CPU tensor, ``[sum(input_sizes), ...]``, any dtype, the same on all ranks.
+            input_sizes: the rows for each rank; equally many if ``None``.
+            output_sizes: the rows from each rank, as many as that rank sends; otherwise likewise.
+            out: for the result; a new tensor if ``None``. Contiguous, no overlap with ``input``.
+
+        Returns:
+            ``[sum(output_sizes), ...]``: the rows from rank 0, from rank 1 and so on.
+
+        Raises:
+            ValueError: sizes that do not fit ``input``, the ranks or an ``out`` that does not fit
+                the result, or, on all ranks, a rank sends more or fewer bytes than its peer wants.
+        """
+        backend = self._host_backend(input)
+        check_has_rows(input)
+        dense = to_dense(input)
+        inputs = parts_of(dense, input_sizes, self._world_size)
+        sizes = [len(each) for each in inputs] if output_sizes is None else output_sizes
+        output = output_for(dense, (sum(sizes), *input.shape[1:]), out)
+        outputs = parts_of(output, sizes, self._world_size)
+        with in_profile("all_to_all of %d bytes", dense.nbytes):
+            backend.all_to_all(outputs, inputs)
+        if out is not None:
+            mark_changed(out)
+        return output
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send ``tensor`` to rank ``dst``; return when it has called :meth:`recv` for it.
+
+        Not a collective: the other ranks need not take part. Messages with one tag arrive in order.
+
+        Args:
+            tensor: CPU tensor, any shape and dtype.
+            dst: another rank.
+            tag: 0 to 2**32 - 1.
+
+        Raises:
+            ValueError: there is no rank ``dst``; or, on both ranks, the receiver's tensor has
+                another number of bytes.
+        """
+        backend = self._host_backend(tensor)
+        check_root(dst, self._world_size, "dst")
+        backend.send(to_dense(tensor), dst, tag).wait()
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
+        """Store what :meth:`send` of rank ``src`` sends, by default of any rank, in ``tensor``.
+
+        Args:
+            tensor: CPU tensor, with as many bytes as the tensor that is sent.
+            src: another rank, or ``None``.
+            tag: that of the send.
+
+        Returns:
+            The rank that has sent.
+
+        Raises:
+            ValueError: as for :meth:`send`.
+        """
+        backend = self._host_backend(tensor)
+        if src is not None:
+            check_root(src, self._world_size)
+        dense = to_dense_in_place(tensor)
+        message = backend.receive(dense, src, tag)
+        message.wait()
+        put_back(dense, tensor)
+        return message._source_rank()
+
+    def _host_backend(self, tensor: Tensor) -> CpuBackend:
+        check_tensor(tensor)
+        if not tensor.is_cpu:
+            raise ValueError(
+                f"messages and all_to_all of a communicator are for CPU tensors, got one on "
+                f"{tensor.device}; use torch.distributed with NCCL"
+            )
+        return self._cpu_backend
 
     def barrier(self) -> None:
         """Return when all ranks have called it. Does not wait for work on a device."""

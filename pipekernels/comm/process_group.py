@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,17 @@ class ProcessGroupBackend:
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         dist.broadcast(_bytes_of(tensor), None, self._open(), False, src)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        self._open().alltoall([*outputs], [*inputs]).wait()
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> dist.Work:
+        return self._open().send([tensor], dst, tag)
+
+    def receive(self, tensor: Tensor, src: int | None, tag: int) -> dist.Work:
+        if src is None:
+            return self._open().recv_anysource([tensor], tag)
+        return self._open().recv([tensor], src, tag)
 
     def barrier(self) -> None:
         dist.barrier(self._open())

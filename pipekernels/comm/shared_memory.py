@@ -107,19 +107,40 @@ class SharedMemoryBackend(NativeBackend):
 
     def gather(self, input: Tensor, outputs: Sequence[Tensor], root: int) -> None:
         """Store the ``input`` of each rank in ``outputs`` of ``root``; the others have none."""
-        addresses = [output.data_ptr() for output in outputs]
-        self.core.gather(input.data_ptr(), addresses, *elements_of(input), root)
+        self._exchange("gather", [input], outputs, root, elements_of(input)[0])
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
         """Store a tensor of ``inputs`` of rank ``root`` in ``output`` of each; the others have
         none."""
-        addresses = [input.data_ptr() for input in inputs]
-        self.core.scatter(addresses, output.data_ptr(), *elements_of(output), root)
+        self._exchange("scatter", inputs, [output], root, elements_of(output)[0])
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Store ``inputs[to]`` of each rank in ``outputs[from]`` of rank ``to``."""
+        self._exchange("all_to_all", inputs, outputs)
+
+    def _exchange(
+        self,
+        call: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        root: int = 0,
+        count: int = 0,
+    ) -> None:
+        places = [(list(map(Tensor.data_ptr, x)), [y.nbytes for y in x]) for x in (inputs, outputs)]
+        dtype = elements_of([*inputs, *outputs][0])[1] if inputs or outputs else 0
+        self.core.exchange(self._codes.calls[call], *places[0], *places[1], dtype, root, count)
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> _backend.Message:
+        """Start sending ``tensor`` to rank ``dst``. Its memory must stay until the message ends."""
+        return self.core.send(tensor.data_ptr(), tensor.nbytes, dst, tag)
+
+    def receive(self, tensor: Tensor, src: int | None, tag: int) -> _backend.Message:
+        """Start receiving ``tensor`` from ``src``, by default any rank; else as :meth:`send`."""
+        return self.core.receive(tensor.data_ptr(), tensor.nbytes, -1 if src is None else src, tag)
 
     def announce(self, call: str, tensor: Tensor, op: str = "", root: int = 0) -> None:
         """Check that all ranks are about to make the same ``call``, of ``codes().calls``, by other
-        means than these methods. A ``tensor`` of all_to_all may have another size on each rank."""
-        _, dtype = elements_of(tensor)
-        count = 0 if call == "all_to_all" else tensor.numel()
+        means than these methods."""
+        count, dtype = tensor.numel(), elements_of(tensor)[1]
         reduction = self._codes.reductions.get(op, 0)
         self.core.announce(self._codes.calls[call], dtype, reduction, root, count)

@@ -152,11 +152,26 @@ def mark_changed(tensor: Tensor) -> None:
     _backend.load().mark_changed(tensor)
 
 
-def check_root(src: int, world_size: int) -> None:
+def check_root(src: int, world_size: int, name: str = "src") -> None:
     """Raise ValueError unless ``src`` is a rank, TypeError unless it is an integer."""
-    check_integer("src", src)
+    check_integer(name, src)
     if not 0 <= src < world_size:
-        raise ValueError(f"src must be a rank in 0..{world_size - 1}, got {src}")
+        raise ValueError(f"{name} must be a rank in 0..{world_size - 1}, got {src}")
+
+
+def parts_of(dense: Tensor, sizes: Sequence[int] | None, ranks: int) -> Sequence[Tensor]:
+    """The rows of ``dense`` for each of ``ranks``: ``sizes``, or equally many for ``None``.
+    ValueError if the sizes are not those of ``dense``."""
+    rows = dense.shape[0]
+    if sizes is None:
+        sizes = [rows // ranks] * ranks
+    if len(sizes) != ranks or sum(sizes) != rows or min(sizes) < 0:
+        raise ValueError(
+            f"all_to_all over {ranks} ranks cuts {rows} rows into parts of {list(sizes)}; pass one "
+            "size for each rank, whose sum is the number of rows"
+        )
+    parts: Sequence[Tensor] = dense.split(list(sizes))
+    return parts
 
 
 def check_has_rows(x: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipekernels.comm.tensors import check_dense, to_dense, to_dense_in_place
+from pipekernels.comm.tensors import check_dense, parts_of, to_dense, to_dense_in_place
 from pipekernels.distributed import derived
 from pipekernels.distributed.group import Group
 
@@ -213,17 +213,18 @@ class AllToAllList(Collective):
     name, methods, has_parts = "all_to_all", ("alltoall",), False
 
     def run(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        self.backend.announce(self.name, outputs[0])
-        self.group._gloo_backend.alltoall(outputs, [to_dense(each) for each in inputs]).wait()
+        self.backend.all_to_all(outputs, [to_dense(each) for each in inputs])
 
 
 class AllToAll(Collective):
     name, methods, arguments = "all_to_all", ("alltoall_base", "all_to_all_single"), 4
 
     def run(self, output: Tensor, input: Tensor, *sizes: list[int]) -> None:
-        # Not views of one dimension, which take Gloo longer in inference mode.
-        self.backend.announce(self.name, output)
-        self.group._gloo_backend.alltoall_base(output, to_dense(input), *sizes).wait()
+        parts = [
+            parts_of(tensor, given or None, self.group.size())
+            for tensor, given in zip((output, to_dense(input)), sizes, strict=True)
+        ]
+        self.backend.all_to_all(*parts)
 
 
 COLLECTIVES: tuple[type[Collective], ...] = (

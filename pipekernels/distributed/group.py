@@ -21,15 +21,14 @@ from pipekernels._torch_private import (
     end_with,
     is_seen,
     register_backend,
-    wraps,
 )
 from pipekernels.comm.bootstrap.rendezvous import Rendezvous
 from pipekernels.comm.communicator import Communicator
 from pipekernels.comm.cuda import MOST_BLOCKS
 from pipekernels.comm.messages import backends_of
 from pipekernels.comm.shared_memory import SharedMemoryBackend
-from pipekernels.comm.tensors import put_back, to_dense_in_place
 from pipekernels.device.profiling import in_profile
+from pipekernels.distributed.messages import point_to_point
 
 DONE: concurrent.futures.Future[None] = concurrent.futures.Future()
 DONE.set_result(None)
@@ -101,48 +100,6 @@ ENDED = _Ended()
 _CPU = torch.device("cpu")
 
 
-class Received(dist.Work):
-    """A ``work`` of Gloo that receives ``dense``, from where ``tensor`` gets its values."""
-
-    def __init__(self, work: dist.Work, dense: Tensor, tensor: Tensor) -> None:
-        super().__init__()
-        self._work = work
-        self._tensors = dense, tensor
-
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        self._work.wait(timeout)
-        put_back(*self._tensors)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed() and self.wait()
-
-    def _source_rank(self) -> int:
-        return self._work._source_rank()
-
-
-def _point_to_point(name: str) -> Callable[..., dist.Work]:
-    """A call with one tensor, by Gloo."""
-
-    @disable_dynamo
-    def method(self: Group, tensors: list[Tensor], *args: Any) -> dist.Work:
-        (tensor,) = tensors
-        if not tensor.is_cpu:
-            # Torch joins the calls of batch_isend_irecv only in a group of one backend; those of
-            # NCCL might wait for each other elsewhere.
-            raise NotImplementedError(
-                f"{name} of a tensor on {tensor.device} needs a group of that device's backend "
-                "alone; make one, as by new_group(backend='nccl')"
-            )
-        # Gloo would take the memory of a strided tensor as if it were contiguous. Nor may it be
-        # refused: earlier calls of the same batch_isend_irecv have started.
-        dense = tensor if wraps(tensor) else to_dense_in_place(tensor)
-        work: dist.Work = getattr(self._gloo, name)([dense], *args)
-        return work if dense is tensor or name == "send" else Received(work, dense, tensor)
-
-    return method
-
-
 class _Served(TorchDispatchMode):
     """Has ``serve`` run an operator of c10d on its arguments, in place of Gloo."""
 
@@ -188,6 +145,7 @@ class Group(dist.ProcessGroup):
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "pipekernels")
         self._thread_id: int | None = None  # Set by its first call.
         self._process = os.getpid()
+        self._dropped: list[tuple[Any, Tensor]] = []  # See distributed/messages.py.
         self._last = DONE  # The latest call on the thread; DONE if all have ended.
         self._timeout = timeout
         self._backend_options = backend_options
@@ -320,6 +278,6 @@ class Group(dist.ProcessGroup):
     def allgather_coalesced(self, outputs: Any, inputs: list[Tensor], *options: Any) -> dist.Work:
         return self._group_of(inputs[0].device).allgather_coalesced(outputs, inputs, *options)
 
-    send = _point_to_point("send")
-    recv = _point_to_point("recv")
-    recv_anysource = _point_to_point("recv_anysource")
+    send = point_to_point("send")
+    recv = point_to_point("recv")
+    recv_anysource = point_to_point("recv_anysource")

@@ -14,15 +14,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a rank sleeps between checks for dead peers, the timeout and Ctrl-C.
-constexpr std::chrono::milliseconds kPollInterval{20};
-
 // How often a rank polls a signal before it sleeps: first in a tight loop, then yielding its core
 // between polls. Ranks that share cores only yield, since the awaited peer may need this very core.
 // A rank with its own core should not yield while its peers work in the same collective, which
 // takes some 10 us at most: another process could take the core for milliseconds.
-constexpr int kSpinsFirst = 200;  // In the first wait of a collective.
-constexpr int kSpins = 1000;      // In later waits.
+constexpr int kSpinsFirst = 200;  // In the first wait of a collective, kSpins in later waits.
 constexpr int kYields = 200;
 // How long meets_peers() looks for its peers: less than what it takes a thread to wake and return.
 constexpr std::chrono::microseconds kLook{20};
@@ -76,7 +72,8 @@ Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vect
       process_(process_generation()),
       heap_(std::make_shared<SymmetricHeap>(segment, rank)),
       segment_(std::move(segment)),
-      pidfds_(std::move(pidfds)) {
+      pidfds_(std::move(pidfds)),
+      messages_(std::make_unique<Messages>(*this)) {
   if (!pidfds_.empty() && pidfds_.size() != static_cast<size_t>(world_size_)) {
     throw std::invalid_argument("pidfds must be one for each of " + std::to_string(world_size_) +
                                 " ranks, or none for threads, got " +
@@ -90,7 +87,11 @@ Communicator::Communicator(std::shared_ptr<Segment> segment, int rank, std::vect
   segment_->touch_staging(rank_);
 }
 
-Communicator::~Communicator() { close(); }
+Communicator::~Communicator() {
+  close();
+  // In a forked child, nobody can end the waits of the parent's thread for the condition variables.
+  if (process_ != process_generation()) (void)messages_.release();
+}
 
 void Communicator::close() { shut_down(RankStatus::kClosed); }
 
@@ -101,9 +102,10 @@ void Communicator::shut_down(uint32_t status) {
   // If that call is of this thread, it throws after the signal handler has returned, and the next
   // shut_down() does the rest.
   if (is_checking_interrupts(this)) return;
-  std::unique_lock<std::timed_mutex> hold(mutex_, std::defer_lock);
-  // In a forked child, the lock and the status belong to the parent.
+  // In a forked child, the locks and the status belong to the parent.
   const bool is_ours = process_ == process_generation();
+  if (is_ours) messages_->stop();
+  std::unique_lock<std::timed_mutex> hold(mutex_, std::defer_lock);
   if (is_ours) hold.lock();
   if (!segment_) return;
   if (is_ours && !failure_) publish(status, calls_ + 1);
@@ -133,7 +135,7 @@ void Communicator::check_usable() const {
   if (closed_.load(std::memory_order_relaxed)) {
     throw std::runtime_error("this communicator has been closed; make a new one");
   }
-  if (!failure_) return;
+  if (!failed_.load(std::memory_order_acquire)) return;
   const std::string message = "this communicator cannot be used after a failure (" +
                               failure_->message + "); make a new one";
   if (failure_->culprit == rank_ || failure_->reason == Reason::kTimedOut ||
@@ -184,18 +186,23 @@ void Communicator::lock() {
   }
 }
 
-void Communicator::await(Signal& signal, uint32_t target, int owner, int spins) const {
+// Whether `signal` reaches `target` before this rank has to sleep.
+bool Communicator::await_briefly(const Signal& signal, uint32_t target, int spins) const {
   for (int i = 0; i < spins; ++i) {
-    if (signal.reached(target)) return;
+    if (signal.reached(target)) return true;
     relax();
   }
-  if (signal.reached(target)) return;
+  if (signal.reached(target)) return true;
   before_wait_();
   for (int i = 0; i < kYields; ++i) {
-    if (signal.reached(target)) return;
+    if (signal.reached(target)) return true;
     sched_yield();
   }
-  await_slowly(signal, target, owner);
+  return false;
+}
+
+void Communicator::await(Signal& signal, uint32_t target, int owner, int spins) const {
+  if (!await_briefly(signal, target, spins)) await_slowly(signal, target, owner);
 }
 
 void Communicator::await_slowly(Signal& signal, uint32_t target, int owner) const {
@@ -300,6 +307,7 @@ void Communicator::fail_externally(Reason reason, int culprit, const std::string
   if (failure_ || closed_.load(std::memory_order_relaxed)) return;
   publish(RankStatus::failed(reason, culprit), calls_ + 1);
   failure_ = Failure{reason, culprit, message};
+  failed_.store(true, std::memory_order_release);
 }
 
 // Tells the peers that this rank has failed. If the ranks are threads, the caller may free its data
@@ -309,6 +317,7 @@ void Communicator::fail_externally(Reason reason, int culprit, const std::string
 void Communicator::fail(Failure failure) {
   publish(RankStatus::failed(failure.reason, failure.culprit), calls_);
   failure_ = std::move(failure);
+  failed_.store(true, std::memory_order_release);
   fuzz_delay();
   state(rank_).inside.store(0, std::memory_order_seq_cst);
   if (!is_threads()) return;

@@ -32,7 +32,8 @@ void check_world_size(int world_size) {
 Segment::Segment(int world_size)
     : world_size_(world_size),
       buffers_(round_up(world_size * (sizeof(RankState) + sizeof(DeviceGrowth)))),
-      heaps_(round_up(buffers_ + world_size * kBuffersStride)) {}
+      heaps_(round_up(buffers_ + world_size * kBuffersStride)),
+      lanes_(heaps_ + world_size * kHeapStride) {}
 
 int Segment::create(int world_size) {
   check_world_size(world_size);
@@ -72,7 +73,7 @@ std::shared_ptr<Segment> Segment::map(int fd, int world_size) {
 #ifdef MADV_POPULATE_WRITE
   madvise(base, world_size * sizeof(RankState), MADV_POPULATE_WRITE);
 #endif
-  madvise(segment->heap(0), segment->size() - segment->heaps_, MADV_HUGEPAGE);
+  madvise(segment->heap(0), segment->lanes_ - segment->heaps_, MADV_HUGEPAGE);
   madvise(base, segment->size(), MADV_DONTDUMP);  // A core dump would touch every page.
   return segment;
 }

@@ -23,6 +23,7 @@
 #include <string>
 #include <vector>
 
+#include "pipekernels/collectives/messages.h"
 #include "pipekernels/collectives/slices.h"
 #include "pipekernels/elements/copy.h"
 #include "pipekernels/host/errors.h"
@@ -33,11 +34,14 @@
 
 namespace pipekernels {
 
-using Seconds = std::chrono::duration<double>;
-
 // For error messages.
 constexpr const char* kRuleForThreads =
     "each rank of Communicator.threads() calls from a thread of its own, all at the same time";
+
+// How long a rank sleeps between checks for dead peers, the timeout and Ctrl-C.
+constexpr std::chrono::milliseconds kPollInterval{20};
+constexpr int kSpins =
+    1000;  // Polls before a wait yields its core; see Communicator::await_briefly().
 
 class Communicator {
  public:
@@ -69,6 +73,9 @@ class Communicator {
   // Throws std::runtime_error if this communicator has been closed.
   std::shared_ptr<SymmetricHeap> heap() const;
 
+  // Messages between this rank and others, apart from collectives.
+  Messages& messages() { return *messages_; }
+
   // Throws if this communicator is closed, has failed, or was made by the parent process.
   void check();
   // Throws if this communicator was made by the parent process.
@@ -90,6 +97,7 @@ class Communicator {
 
  private:
   friend class Collective;
+  friend class Messages;
 
   // The error that has ended this communicator.
   struct Failure {
@@ -102,6 +110,7 @@ class Communicator {
 
   void lock();
   void check_usable() const;
+  bool await_briefly(const Signal& signal, uint32_t target, int spins) const;
   void await(Signal& signal, uint32_t target, int owner, int spins) const;
   void await_slowly(Signal& signal, uint32_t target, int owner) const;
   void interrupt() const;
@@ -122,16 +131,20 @@ class Communicator {
   const bool oversubscribed_;  // Whether there are more ranks than cores.
   const unsigned process_;     // The process_generation() of the process that made this object.
   std::atomic<bool> closed_{false};
+  std::atomic<bool> failed_{
+      false};  // Set after `failure_`, which then can be read without the lock.
   std::shared_ptr<SymmetricHeap> heap_;  // Accessed by std::atomic_load and std::atomic_store.
 
   std::timed_mutex mutex_;  // Held by each collective; guards the members below.
   std::shared_ptr<Segment> segment_;
   std::vector<int> pidfds_;
-  std::optional<Failure> failure_;
-  Call call_{};          // The current or last call.
-  uint64_t calls_ = 0;   // Calls so far; the same on all ranks, as is rounds_.
-  uint64_t rounds_ = 0;  // Rounds of staging so far.
-  uint32_t chunks_ = 0;  // Chunks of rings so far.
+  std::optional<Failure> failure_;  // Set once.
+  Call call_{};                     // The current or last call.
+  uint64_t calls_ = 0;              // Calls so far; the same on all ranks, as is rounds_.
+  uint64_t rounds_ = 0;             // Rounds of staging so far.
+  uint32_t chunks_ = 0;             // Chunks of rings so far.
+
+  std::unique_ptr<Messages> messages_;
 };
 
 // For error messages: "30 s".

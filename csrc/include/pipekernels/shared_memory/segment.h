@@ -3,10 +3,11 @@
 // It is an anonymous memory file (memfd). Every rank that is a process maps it; ranks that are
 // threads share one mapping. The file disappears with its last mapping:
 //
-//   [ states | device growths | buffers | symmetric heaps ], each of rank 0 .. n-1
+//   [ states | device growths | buffers | symmetric heaps ], each of rank 0 .. n-1,
+//   [ lanes ], from rank 0 to 0, from 0 to 1 and so on
 //
-// Pages are allocated when they are first touched, so unused heaps and mailboxes of rings cost only
-// address space.
+// Pages are allocated when they are first touched, so unused heaps, lanes and mailboxes of rings
+// cost only address space.
 #pragma once
 
 #include <atomic>
@@ -16,6 +17,7 @@
 
 #include "pipekernels/collectives/call.h"
 #include "pipekernels/shared_memory/device_growth.h"
+#include "pipekernels/shared_memory/lane.h"
 #include "pipekernels/shared_memory/signal.h"
 
 namespace pipekernels {
@@ -47,6 +49,9 @@ struct alignas(128) RankState {
   // reads.
   alignas(64) Signal reduce_sent;
   alignas(64) Signal gather_sent;
+
+  // Rung by every rank that has put something into a lane to this rank, or taken it from one.
+  alignas(64) Signal bell;
 };
 
 static_assert(offsetof(RankState, inside) == 64);
@@ -104,6 +109,9 @@ class Segment {
     return reduce_mailbox(rank, slot) + kRingDepth * kRingSlotBytes;
   }
   std::byte* heap(int rank) const { return base_ + heaps_ + rank * kHeapStride; }
+  Lane& lane(int from, int to) const {
+    return reinterpret_cast<Lane*>(base_ + lanes_)[size_t(from) * world_size_ + to];
+  }
 
  private:
   static constexpr size_t kMailboxes = kStagingSets * kStagingBytes;
@@ -112,12 +120,13 @@ class Segment {
   static_assert(kBuffersBytes <= kBuffersStride);
 
   explicit Segment(int world_size);
-  size_t size() const { return heaps_ + world_size_ * kHeapStride; }
+  size_t size() const { return lanes_ + size_t(world_size_) * world_size_ * sizeof(Lane); }
   std::byte* buffers(int rank) const { return base_ + buffers_ + rank * kBuffersStride; }
 
   const int world_size_;
-  const size_t buffers_;  // Offsets of the first rank's buffers and of the first heap.
+  const size_t buffers_;  // Offsets of the first rank's buffers, of the first heap and lane.
   const size_t heaps_;
+  const size_t lanes_;
   std::byte* base_ = nullptr;
 };
 

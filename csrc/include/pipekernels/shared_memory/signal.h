@@ -1,4 +1,4 @@
-// A counter in shared memory that one rank raises and other ranks wait for.
+// A counter in shared memory that one rank raises, or several ring, and that ranks wait for.
 #pragma once
 
 #include <atomic>
@@ -28,6 +28,15 @@ class Signal {
     fuzz_delay();
     if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
   }
+
+  // As raise() of the next value, for a signal that several ranks ring. Who waits for the next ring
+  // reads value() first, then looks for what the ring announces, and then sleeps.
+  void ring() {
+    value_.fetch_add(1, std::memory_order_seq_cst);
+    fuzz_delay();
+    if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
+  }
+  uint32_t value() const { return value_.load(std::memory_order_acquire); }
 
   // Wakes all sleepers without changing the value, so that they check for failures.
   void wake();
