@@ -142,12 +142,9 @@ class Communicator:
         input_bytes: Sequence[int],
         outputs: Sequence[int],
         output_bytes: Sequence[int],
-        dtype: int,
-        root: int,
-        count: int,
-        /,
+        *numbers: int,
     ) -> None:
-        """Inputs or outputs are those of all ranks, one for the root, or none."""
+        """Numbers: dtype, root, count. Inputs or outputs are of all ranks, of the root, or none."""
 
     def announce(self, call: int, dtype: int, reduction: int, root: int, count: int, /) -> None: ...
     def barrier(self) -> None: ...

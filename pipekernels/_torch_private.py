@@ -34,7 +34,14 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.utils import _python_dispatch, _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    treespec_dumps,
+    treespec_loads,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,6 +61,8 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_map_only",
+    "treespec_dumps",
+    "treespec_loads",
 ]
 
 # ---- autograd ----

@@ -225,8 +225,8 @@ class Collectives:
             ``[sum(output_sizes), ...]``: the rows from rank 0, from rank 1 and so on.
 
         Raises:
-            ValueError: sizes that do not fit ``input``, the ranks or an ``out`` that does not fit
-                the result, or, on all ranks, a rank sends more or fewer bytes than its peer wants.
+            ValueError: sizes or an ``out`` that do not fit; or, on all ranks, a rank sends another
+                number of bytes than its peer receives.
         """
         backend = self._host_backend(input)
         check_has_rows(input)
@@ -252,8 +252,7 @@ class Collectives:
             tag: 0 to 2**32 - 1.
 
         Raises:
-            ValueError: there is no rank ``dst``; or, on both ranks, the receiver's tensor has
-                another number of bytes.
+            ValueError: no such rank; or, on both ranks, tensors of different numbers of bytes.
         """
         backend = self._host_backend(tensor)
         check_root(dst, self._world_size, "dst")
@@ -262,16 +261,10 @@ class Collectives:
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
         """Store what :meth:`send` of rank ``src`` sends, by default of any rank, in ``tensor``.
 
-        Args:
-            tensor: CPU tensor, with as many bytes as the tensor that is sent.
-            src: another rank, or ``None``.
-            tag: that of the send.
+        Arguments and errors are those of :meth:`send`.
 
         Returns:
             The rank that has sent.
-
-        Raises:
-            ValueError: as for :meth:`send`.
         """
         backend = self._host_backend(tensor)
         if src is not None:

@@ -116,19 +116,14 @@ class SharedMemoryBackend(NativeBackend):
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Store ``inputs[to]`` of each rank in ``outputs[from]`` of rank ``to``."""
-        self._exchange("all_to_all", inputs, outputs)
+        self._exchange("all_to_all", inputs, outputs, 0, 0)
 
     def _exchange(
-        self,
-        call: str,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        root: int = 0,
-        count: int = 0,
+        self, call: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *place: int
     ) -> None:
         places = [(list(map(Tensor.data_ptr, x)), [y.nbytes for y in x]) for x in (inputs, outputs)]
         dtype = elements_of([*inputs, *outputs][0])[1] if inputs or outputs else 0
-        self.core.exchange(self._codes.calls[call], *places[0], *places[1], dtype, root, count)
+        self.core.exchange(self._codes.calls[call], *places[0], *places[1], dtype, *place)
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> _backend.Message:
         """Start sending ``tensor`` to rank ``dst``. Its memory must stay until the message ends."""

@@ -28,7 +28,15 @@ from pipekernels.ops.dispatch import check_differentiated_once
 from pipekernels.pipeline.batchnorm import committed
 from pipekernels.pipeline.context import draw_seed, generators_of, preserved, seed_task
 from pipekernels.pipeline.nested import tensors_in
-from pipekernels.pipeline.spmd.transport import Axis, Features, Link, axis_of
+from pipekernels.pipeline.spmd.transport import (
+    Axis,
+    Features,
+    Link,
+    Parcel,
+    axis_of,
+    closed,
+    opened,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,12 +52,13 @@ def execute_pipeline(
     model_axis_name: str,
     mesh: DeviceMesh | None = None,
     **kwargs: Any,
-) -> Tensor:
+) -> Any:
     """Run a batch through stages on the ranks of a mesh dimension. All of them call it, and run the
     backward of the same loss (:doc:`/guides/spmd`).
 
     Args:
-        module: this rank's stage; takes a tensor and returns one.
+        module: this rank's stage. What it returns, a tensor, or a tuple or dict of tensors, is the
+            first argument of the next one.
         x: ``[batch, ...]``, on the mesh's device. Only the first stage needs it; the others may
             pass ``None``.
         num_microbatches: how many microbatches ``x`` is split into, along dimension 0.
@@ -58,8 +67,8 @@ def execute_pipeline(
         args, kwargs: more arguments of the module, passed whole with every microbatch.
 
     Returns:
-        The last stage's output, with microbatches joined along dimension 0; zeros of the same
-        shape and dtype on all other stages.
+        The last stage's output, with the microbatches of each tensor joined along dimension 0;
+        zeros of the same shape and dtype on all other stages.
 
     Raises:
         ValueError: ``num_microbatches`` does not divide the batch, is below 1, or differs from the
@@ -80,28 +89,35 @@ def execute_pipeline(
         previous = None if axis.stage == 0 else Link.to_previous(axis, count)
         following: Link | None = None
         token = _start(previous, axis, x, module, (args, kwargs))
-        part, token = _Exchange.apply(None, None, previous, token)  # Only receives.
-        results = []
+        token, *received = _Exchange.apply(None, previous, token)  # Only receives.
+        results: list[list[Tensor]] = []
         for m in range(count):
-            if previous is None:
-                part = parts[m].clone()  # Layers may work in place.
+            # Cloned, as layers may work in place.
+            part = (
+                parts[m].clone() if previous is None else closed(received, previous.parcel.layout)
+            )
             seed_task(generators, base, axis.stage, m)
-            result = module(part, *args, **kwargs)
-            check_kind("what the module returns", result, Tensor, "a tensor")
+            tensors, layout = opened(module(part, *args, **kwargs))
             if axis.is_last:
-                results.append(result.clone())  # Modules may return the same memory each time.
+                # Modules may return the same memory each time.
+                results.append([each.clone() for each in tensors])
             else:
-                following = following or Link.to_next(axis, count, Features.of(result))
-                following.features.check(result)
-            is_over = m == count - 1
-            part, token = _Exchange.apply(following, result, None if is_over else previous, token)
+                parcel = Parcel.of(count, tensors, layout)
+                following = following or Link.to_next(axis, parcel)
+                following.parcel.check(parcel)
+            upcoming = None if m == count - 1 else previous
+            sent = () if following is None else tensors
+            token, *received = _Exchange.apply(following, upcoming, token, *sent)
         if following is not None:
             following.flush()
         # All ranks learn from the last one how the output looks, and whether there is a backward.
-        whole = torch.cat(results) if axis.is_last else None
-        features = Features.of_last(axis, whole)
-    output = features.empty(axis.device).zero_() if whole is None else whole
-    return _End.apply(token, output) if features.requires_grad else output
+        joined = [torch.cat(each) for each in zip(*results, strict=True)]
+        parcel = Parcel.of_last(axis, Parcel.of(1, joined, layout) if axis.is_last else None)
+    outputs = joined or [each.empty(axis.device).zero_() for each in parcel.features]
+    marked = [each.requires_grad for each in parcel.features]
+    pairs = zip(outputs, marked, strict=True)
+    outputs = [_End.apply(token, output) if is_marked else output for output, is_marked in pairs]
+    return closed(outputs, parcel.layout)
 
 
 @disable_dynamo
@@ -137,16 +153,18 @@ def execute_pipeline_step(
     check_kind("module", module, nn.Module, "an nn.Module")
     axis = axis_of(mesh, model_axis_name)
     differentiable = torch.is_grad_enabled() and state.is_floating_point()
-    features = Features(tuple(state.shape), state.dtype, differentiable)
-    previous = None if axis.stage == 0 else Link(axis, axis.stage - 1, 1, features)
-    following = None if axis.is_last else Link(axis, axis.stage + 1, 1, features)
+    features = Features.of(state)._replace(requires_grad=differentiable)
+    parcel = Parcel(1, "", [features])
+    previous = None if axis.stage == 0 else Link(axis, axis.stage - 1, parcel)
+    following = None if axis.is_last else Link(axis, axis.stage + 1, parcel)
     token = _start(previous, axis, input, module, (args, state, kwargs))
     result = module(input if previous is None else state, *args, **kwargs)
     check_kind("what the module returns", result, Tensor, "a tensor")
-    features.check(result)
+    parcel.check(Parcel.of(1, [result], ""))
     output = result.clone() if following is None else features.empty(axis.device).zero_()
-    received, token = _Exchange.apply(following, result, previous, token)
-    next_state = features.empty(axis.device).zero_() if previous is None else received
+    sent = () if following is None else (result,)
+    token, *received = _Exchange.apply(following, previous, token, *sent)
+    next_state = features.empty(axis.device).zero_() if previous is None else received[0]
     if following is not None:
         following.flush()
     if not differentiable:
@@ -196,7 +214,7 @@ class PipelineModule(nn.Module):
             self.module = module_fn()
         check_kind("what module_fn returns", self.module, nn.Module, "an nn.Module")
 
-    def forward(self, x: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor | None, *args: Any, **kwargs: Any) -> Any:
         """Run a batch; arguments, result and errors are those of :func:`execute_pipeline`."""
         return self._execute(self.module, x, *args, **kwargs)
 
@@ -242,26 +260,32 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, following: Link | None, result: Any, previous: Link | None, token: Tensor
-    ) -> tuple[Tensor | None, Tensor]:
+        ctx: Any, following: Link | None, previous: Link | None, token: Tensor, *results: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.following, ctx.previous = following, previous
         ctx.set_materialize_grads(False)
         if following is not None:
-            following.send(result)
-        part = None
-        if previous is not None:
-            part = previous.receive()
-            if not previous.features.requires_grad:
-                ctx.mark_non_differentiable(part)
-        return part, token.new_empty(0)
+            following.send(results, following.parcel.features)
+        if previous is None:
+            return (token.new_empty(0),)
+        features = previous.parcel.features
+        parts = previous.receive(features)
+        pairs = zip(parts, features, strict=True)
+        ctx.mark_non_differentiable(*[part for part, each in pairs if not each.requires_grad])
+        return token.new_empty(0), *parts
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         following, previous = ctx.following, ctx.previous
-        if previous is not None and previous.features.requires_grad:
-            previous.send(grad)
-        is_wanted = following is not None and following.features.requires_grad
-        return None, following.receive() if is_wanted else None, None, None
+        if previous is not None:
+            pairs = zip(grads, previous.parcel.features, strict=True)
+            sent = [grad for grad, each in pairs if each.requires_grad]
+            previous.send(sent, previous.differentiable)
+        if following is None:
+            return None, None, None
+        received = iter(following.receive(following.differentiable))
+        features = following.parcel.features
+        return None, None, None, *[next(received) if x.requires_grad else None for x in features]
 
 
 class _End(torch.autograd.Function):

@@ -3,6 +3,7 @@ from its neighbours there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,14 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipekernels._arguments import check_kind
-from pipekernels._torch_private import enclosing_mesh
-from pipekernels.comm.codes import codes
+from pipekernels._torch_private import (
+    enclosing_mesh,
+    tree_flatten,
+    treespec_dumps,
+    treespec_loads,
+)
+from pipekernels.comm.messages import decode, encode
 from pipekernels.device.streams import with_index
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_HEADER = 3 + 64  # Integers: those before the sizes, and as many sizes as torch's kernels support.
 
 
 class Axis(NamedTuple):
@@ -67,112 +71,147 @@ def axis_of(mesh: DeviceMesh | None, name: str) -> Axis:
     )
 
 
+def opened(value: Any) -> tuple[list[Tensor], str]:
+    """The tensors of what a module returns, and the layout of :func:`closed`."""
+    if isinstance(value, Tensor):
+        return [value], ""
+    tensors, layout = tree_flatten(value)
+    for tensor in tensors:
+        wanted = "a tensor, or a tuple or dict of tensors"
+        check_kind("what the module returns", tensor, Tensor, wanted)
+    return tensors, treespec_dumps(layout)
+
+
+def closed(tensors: Sequence[Tensor], layout: str) -> Any:
+    """What :func:`opened` has opened, with ``tensors``."""
+    return treespec_loads(layout).unflatten(tensors) if layout else tensors[0]
+
+
 class Features(NamedTuple):
-    """What a rank must know about tensors before it receives them."""
+    """What a rank must know about a tensor before it receives it."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     requires_grad: bool
 
     @classmethod
     def of(cls, tensor: Tensor) -> Features:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    @classmethod
-    def of_last(cls, axis: Axis, output: Tensor | None) -> Features:
-        """Those of the ``output`` that the last stage has; all ranks call this."""
-        header = _header(axis, None if output is None else cls.of(output))
-        dist.broadcast(header, axis.ranks[-1], axis.group)
-        return _decoded(header)[0]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(tuple(tensor.shape), dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
 
-    def check(self, result: Tensor) -> None:
-        """ValueError if the receiver of ``result`` expects others."""
-        found = Features.of(result)
+
+class Parcel(NamedTuple):
+    """What a rank must know about the values of a stage before it receives them."""
+
+    microbatches: int
+    layout: str
+    features: list[Features]
+
+    @classmethod
+    def of(cls, microbatches: int, tensors: Sequence[Tensor], layout: str) -> Parcel:
+        return cls(microbatches, layout, [Features.of(each) for each in tensors])
+
+    @classmethod
+    def of_last(cls, axis: Axis, parcel: Parcel | None) -> Parcel:
+        """The ``parcel`` that the last stage has; all ranks call this."""
+        root = axis.ranks[-1]
+        return _told(axis, parcel, lambda header: dist.broadcast(header, root, axis.group))
+
+    def check(self, other: Parcel) -> None:
+        """ValueError if the receiver of ``other`` expects this."""
         # The receiver sends gradients of all results, or of none.
-        if found[:2] != self[:2] or found.requires_grad > self.requires_grad:
+        pairs = list(zip(self.features, other.features, strict=False))
+        differ: list[Any] = [
+            (a, b) for a, b in pairs if a[:2] != b[:2] or b.requires_grad > a.requires_grad
+        ]
+        if self.layout != other.layout:
+            differ.append((self, other))
+        for wanted, found in differ:
             raise ValueError(
-                f"the module returned {found}, not {self}; every microbatch must give the same"
+                f"the module returned {found}, not {wanted}; every microbatch must give the same"
             )
 
 
 class Link:
-    """Messages to and from a neighbouring stage: ``count`` results, later as many gradients the
-    other way, all with these features.
+    """Messages to and from a neighbouring stage: a value for each microbatch of ``parcel``, later
+    as many gradients the other way.
 
-    A receiver posts the receive of the next message before it works on the present one. So a rank
+    A receiver posts the receives of the next value before it works on the present one. So a rank
     that waits, for a message or for the end of its last send, waits for a neighbour's work on an
     earlier microbatch, never for a rank that waits for it.
     """
 
-    def __init__(self, axis: Axis, stage: int, count: int, features: Features) -> None:
-        self.features = features
+    def __init__(self, axis: Axis, stage: int, parcel: Parcel) -> None:
+        self.parcel = parcel
         self._axis = axis
         self._rank = axis.ranks[stage]
-        self._count = count
-        self._left = 0  # Of this pass, the number of messages to receive.
-        self._receiving: tuple[Any, Tensor] | None = None  # Work of the next message, its memory.
-        self._sending: tuple[Any, Tensor] | None = None  # Those of the last message sent.
+        self._left = 0  # Of this pass, the number of values to receive.
+        self._receiving: list[tuple[Any, Tensor]] = []  # Works of the next value, their memory.
+        self._sending: list[tuple[Any, Tensor]] = []  # As many of the last value sent.
 
     @classmethod
-    def to_next(cls, axis: Axis, count: int, features: Features) -> Link:
-        """Announce ``count`` results to the next stage, which calls :meth:`to_previous`."""
-        dist.send(_header(axis, features, count), axis.ranks[axis.stage + 1], axis.group)
-        return cls(axis, axis.stage + 1, count, features)
+    def to_next(cls, axis: Axis, parcel: Parcel) -> Link:
+        """Announce results to the next stage, which calls :meth:`to_previous`."""
+        following = axis.ranks[axis.stage + 1]
+        _told(axis, parcel, lambda header: dist.send(header, following, axis.group))
+        return cls(axis, axis.stage + 1, parcel)
 
     @classmethod
     def to_previous(cls, axis: Axis, count: int) -> Link:
         """Wait for what the previous stage announces. ValueError if it is not ``count`` results."""
-        header = _header(axis)
-        dist.recv(header, axis.ranks[axis.stage - 1], axis.group)
-        features, announced = _decoded(header)
-        if announced != count:
+        previous = axis.ranks[axis.stage - 1]
+        parcel = _told(axis, None, lambda header: dist.recv(header, previous, axis.group))
+        if parcel.microbatches != count:
             raise ValueError(
-                f"num_microbatches is {count} on this stage and {announced} on the one before; "
-                "pass the same on all ranks"
+                f"num_microbatches is {count} on this stage and {parcel.microbatches} on the one "
+                "before; pass the same on all ranks"
             )
-        return cls(axis, axis.stage - 1, count, features)
+        return cls(axis, axis.stage - 1, parcel)
 
-    def send(self, tensor: Tensor | None) -> None:
-        """Send ``tensor``, or zeros, without waiting, except for the end of the previous send."""
+    @property
+    def differentiable(self) -> list[Features]:
+        return [each for each in self.parcel.features if each.requires_grad]
+
+    def send(self, tensors: Sequence[Tensor | None], features: Sequence[Features]) -> None:
+        """Send ``tensors``, zeros for None, without waiting, except for the end of the previous
+        send."""
         self.flush()
-        # A copy, as a module may write its next result to the same memory.
-        message = self.features.empty(self._axis.device)
-        message.zero_() if tensor is None else message.copy_(tensor)
-        self._sending = dist.isend(message, self._rank, self._axis.group), message
+        for tensor, each in zip(tensors, features, strict=True):
+            # A copy, as a module may write its next result to the same memory.
+            message = each.empty(self._axis.device)
+            message.zero_() if tensor is None else message.copy_(tensor)
+            work = dist.isend(message, self._rank, self._axis.group)
+            self._sending.append((work, message))
 
     def flush(self) -> None:
         """Wait for the end of the last send, and release its memory."""
-        if self._sending is not None:
-            self._sending[0].wait()
-            self._sending = None
+        for work, _ in self._sending:
+            work.wait()
+        self._sending = []
 
-    def receive(self) -> Tensor:
-        """The next message."""
-        # A message per microbatch. The first call of a pass, forward or backward, counts anew.
-        work, tensor = self._receiving or self._post()
-        self._left = (self._left or self._count) - 1
-        self._receiving = self._post() if self._left else None
-        work.wait()
-        return tensor
+    def receive(self, features: Sequence[Features]) -> list[Tensor]:
+        """The next value: all results have the same ``features``, and all gradients."""
+        # The first call of a pass, forward or backward, counts anew.
+        works = self._receiving or self._post(features)
+        self._left = (self._left or self.parcel.microbatches) - 1
+        self._receiving = self._post(features) if self._left else []
+        for work, _ in works:
+            work.wait()
+        return [tensor for _, tensor in works]
 
-    def _post(self) -> tuple[Any, Tensor]:
-        tensor = self.features.empty(self._axis.device)
-        return dist.irecv(tensor, self._rank, self._axis.group), tensor
-
-
-def _header(axis: Axis, features: Features | None = None, count: int = 1) -> Tensor:
-    """Announces ``count`` tensors; an empty one is for receiving."""
-    known: list[int] = []
-    if features is not None:
-        known = [count, codes().movable[features.dtype], features.requires_grad, *features.shape]
-    return torch.tensor(known + [-1] * (_HEADER - len(known)), device=axis.device)
+    def _post(self, features: Sequence[Features]) -> list[tuple[Any, Tensor]]:
+        tensors = [each.empty(self._axis.device) for each in features]
+        return [(dist.irecv(each, self._rank, self._axis.group), each) for each in tensors]
 
 
-def _decoded(header: Tensor) -> tuple[Features, int]:
-    count, code, requires_grad, *sizes = header.tolist()
-    shape = tuple(size for size in sizes if size >= 0)
-    dtypes = {code: dtype for dtype, code in codes().movable.items()}
-    return Features(shape, dtypes[code], bool(requires_grad)), count
+def _told(axis: Axis, parcel: Parcel | None, pass_on: Callable[[Tensor], Any]) -> Parcel:
+    """The parcel that ``pass_on``, which sends or receives a tensor, brings; None receives it."""
+    data = b"" if parcel is None else encode(parcel)
+    size = torch.tensor([len(data)], device=axis.device)
+    pass_on(size)
+    message = torch.tensor(list(data or bytes(int(size))), dtype=torch.uint8, device=axis.device)
+    pass_on(message)
+    return decode(bytes(message.tolist()), "a stage", Parcel)

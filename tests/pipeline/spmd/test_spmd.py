@@ -101,6 +101,38 @@ def equals_sequential(comm: Communicator) -> None:
             ).requires_grad
 
 
+class Named(nn.Module):
+    """Takes and returns several tensors, one of which has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = mlp()
+
+    def forward(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return {"hidden": self.layer(value), "ids": value.detach().long(), "old": value.sin()}
+        if isinstance(value, dict):
+            return self.layer(value["hidden"]), value["ids"] + value["old"], value["ids"]
+        first, second, ids = value
+        return self.layer(first * second), ids
+
+
+def several_tensors(comm: Communicator) -> None:
+    modules = stages(3, lambda _: Named())
+    reference = nn.Sequential(*copy.deepcopy(modules))
+    x, x_reference = (randn(6, WIDTH).requires_grad_() for _ in range(2))
+    expected = reference(x_reference)
+    output = run(modules[comm.rank], x, line(comm), 3)
+    for mine, wanted in zip(output, expected, strict=True):
+        assert mine.dtype == wanted.dtype and mine.requires_grad == wanted.requires_grad
+        torch.testing.assert_close(mine, wanted if comm.rank == 2 else 0 * wanted, **exactly)
+    output[0].square().sum().backward()
+    expected[0].square().sum().backward()
+    assert_same_grads(modules[comm.rank], reference[comm.rank])
+    wanted = x_reference.grad if comm.rank == 0 else torch.zeros_like(x)
+    torch.testing.assert_close(x.grad, wanted, **exactly)
+
+
 def arguments(comm: Communicator) -> None:
     """Unsplit arguments, an enclosing mesh, no ``x`` on the last stage, unusual tensors."""
     with line(comm):
@@ -248,6 +280,7 @@ def loop_of_steps(comm: Communicator) -> None:
     ("body", "world_size"),
     [
         *((equals_sequential, world_size) for world_size in (1, 2, 3)),
+        (several_tensors, 3),
         *((body, 2) for body in (arguments, autograd)),
         *((loop_of_steps, world_size) for world_size in (1, 3)),
     ],

@@ -38,7 +38,7 @@ class Failing(nn.Module):
 
 FAILURES: dict[str, tuple[type[Exception], str]] = {
     "raises": (KeyError, "of this stage"),
-    "no tensor": (TypeError, "what the module returns must be a tensor, got str"),
+    "no tensor": (TypeError, "what the module returns must be a tensor, or a tuple.*got str"),
     "another shape": (ValueError, r"returned .*\(shape=\(1, 6\).*; every microbatch must give"),
 }
 

@@ -15,13 +15,12 @@ ANY_TAG = 99  # Of messages that are received from any rank.
 
 @dataclass
 class Planned:
-    """A message; ``order`` is that of the calls, equal for messages of one tag of a pair."""
+    """A message."""
 
     source: int
     target: int
     tag: int
     values: Tensor
-    order: float = 0
     tensor: Any = None
     work: Any = None
 
