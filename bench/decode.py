@@ -291,7 +291,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     with svg(path, len(PLOTTED), width=6.5, height=3, share=False) as axes:
         for axis, case in zip(axes, PLOTTED, strict=True):
-            found = [row for row in rows if (row["part"], row["case"]) == ("a token", case)]
+            found = [
+                row
+                for row in rows
+                if (row.get("part", "a token"), row["case"]) == ("a token", case)
+            ]
             found.sort(key=lambda row: -row["median"])
             names = [
                 row["candidate"].replace("transformers,", "transformers' plan,") for row in found

@@ -10,7 +10,6 @@ from torch import nn
 from pipekernels import (
     Communicator,
     Pipe,
-    RowParallelLinear,
     _backend,
     balance,
     move_to_device,
@@ -35,9 +34,6 @@ CALLS: dict[str, Callable[[nn.Sequential, Any], object]] = {
     "balance_by_time": lambda module, device: balance.balance_by_time(2, module, X, device=device),
     "balance_by_size": lambda module, device: balance.balance_by_size(2, module, X, device=device),
     "empty": lambda module, device: Communicator.threads(1)[0].empty(3, device=device),
-    "RowParallelLinear": lambda module, device: RowParallelLinear(
-        2, 2, comm=Communicator.threads(1)[0], device=device
-    ),
 }
 
 

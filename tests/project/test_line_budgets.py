@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[2]
 # Lines with comments, docstrings and blank lines. A budget is 3% above what was reached, so that a
 # mended bug fits.
 BUDGETS = {
-    "pipekernels": (20_270, ["*.py"]),
+    "pipekernels": (20_400, ["*.py"]),
     "tests": (22_940, ["*.py"]),
-    "bench": (5_350, ["*.py"]),
-    "csrc": (20_600, ["*.cpp", "*.h", "*.cu", "*.cuh"]),
+    "bench": (5_700, ["*.py"]),
+    "csrc": (21_600, ["*.cpp", "*.h", "*.cu", "*.cuh"]),
 }
 
 

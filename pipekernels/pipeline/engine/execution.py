@@ -15,7 +15,7 @@ import torch
 
 from pipekernels.pipeline.context import NOTHING, needs_this_thread
 from pipekernels.pipeline.engine import workers
-from pipekernels.pipeline.engine.random import Audit, WorkerRandom
+from pipekernels.pipeline.engine.random import Audit, HookWatch, WorkerRandom
 from pipekernels.pipeline.engine.stages import Stages
 from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_issue
 
@@ -70,6 +70,8 @@ class ExecutionPlan:
         elif execution == FIRST:  # The layers are not known yet.
             self.drawing = lambda _: Audit(stages.observed)
             self.in_autograd = partial(Audit, stages.observed, backward=True)
+        elif any(action.type == "I" for action in self.program.order):
+            self.drawing = lambda _: HookWatch(stages.observed)
         self._on_host = stages.on_host if stages.with_streams else None
 
     def run(self, program: Program, compute: Callable[[Action, Any], Any]) -> None:

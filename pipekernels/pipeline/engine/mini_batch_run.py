@@ -376,7 +376,8 @@ class MiniBatchRun:
             with self._context.applied(), shown() if is_profiler_enabled() else NOTHING:
                 graph = task.recompute(graph, self.seeded, m, self.parameters)
         with self._in_autograd():
-            if part == "I":
+            # Not in two parts if tensors have hooks: each part would call them.
+            if part == "I" and not self.stages.observed.tensor_hooks:
                 result, second_part = task.backward_of_inputs(graph, grads, self._keep_graph)
                 if second_part is not None:
                     self._second_parts[stage, m] = second_part

@@ -50,6 +50,8 @@ _RANDOM: dict[Any, list[tuple[int, str, Any]]] = {
     F.multi_head_attention_forward: [(10, "dropout_p", 0.0)],
 }
 
+_TENSOR_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether this call draws random numbers."""
@@ -71,22 +73,34 @@ class Observed:
     # They set the state of the process-wide generator, as layers do that seed or recompute
     # themselves. That changes the random numbers of other threads.
     sets: bool = False
+    tensor_hooks: bool = False  # They put hooks on tensors.
 
 
-class WorkerRandom(TorchFunctionMode):
+class HookWatch(TorchFunctionMode):
+    """Notes whether the calling thread puts hooks on tensors."""
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__()
+        self.observed = observed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.observed.tensor_hooks |= func in _TENSOR_HOOKS
+        return func(*args, **(kwargs or {}))
+
+
+class WorkerRandom(HookWatch):
     """Seeds the random functions of one task, on the calling thread, by ``seed``; without one, for
     a backward, it refuses them."""
 
     def __init__(self, observed: Observed, seed: int | None = None) -> None:
-        super().__init__()
-        self.observed = observed
+        super().__init__(observed)
         self._seed = seed
         self._state: torch.Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not draws(func, args, kwargs):
-            return func(*args, **kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         self.observed.draws = True
         if self._seed is None:
             # A layer that recomputes its forward sets the state of the process-wide generator,
@@ -110,13 +124,12 @@ class WorkerRandom(TorchFunctionMode):
         return result
 
 
-class Audit(TorchFunctionMode):
+class Audit(HookWatch):
     """Notes what :class:`WorkerRandom` cannot seed in one task, on one thread, whose generator has
     been seeded for it; in a backward, all random numbers."""
 
     def __init__(self, observed: Observed, *, backward: bool = False) -> None:
-        super().__init__()
-        self.observed = observed
+        super().__init__(observed)
         self._backward = backward
         self._state = torch.default_generator.get_state()
 
@@ -136,7 +149,7 @@ class Audit(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not draws(func, args, kwargs):
-            return func(*args, **kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         self.observed.draws = True
         self.observed.hidden |= self._backward or kwargs.get("generator") is not None
         # The state is what the last function left, unless something drew in between.

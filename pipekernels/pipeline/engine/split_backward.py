@@ -35,11 +35,11 @@ def backward_of_inputs(
     Returns:
         The second part, or None if the graph cannot be cut in two; then nothing has been done.
         That is the case if a parameter is used twice or no parameter is used, an output does not
-        depend on the inputs, or there are custom functions, whose backward computes all gradients
-        at once.
+        depend on the inputs, there are custom functions, whose backward computes all gradients at
+        once, or a node that consumes parameters has hooks, which would be called in both parts.
     """
     consumers = _consumers([root.node for root in roots], {id(leaf) for leaf in leaves})
-    if not consumers:
+    if not consumers or any(_has_hooks(node) for node, _ in consumers):
         return None
     # Pre-hooks see the gradients that arrive at a consumer, from which the second part goes on.
     captured: dict[int, tuple[torch.Tensor | None, ...]] = {}
@@ -92,6 +92,15 @@ def _consumers(roots: Sequence[Node], leaves: set[int]) -> list[_Consumer] | Non
         if parameters:
             consumers.append((node, parameters))
     return consumers
+
+
+def _has_hooks(node: Node) -> bool:
+    for register in (node.register_prehook, node.register_hook):
+        with register(lambda *_: None) as handle:
+            hooks = handle.hooks_dict_ref()  # All hooks of the node, not only this one.
+            if hooks is not None and len(hooks) > 1:
+                return True
+    return False
 
 
 def _children_first(roots: Sequence[Node]) -> dict[Node, list[Node]] | None:

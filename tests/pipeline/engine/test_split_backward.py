@@ -49,6 +49,36 @@ def test_graphs_that_cannot_be_split() -> None:
         torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["on a tensor", "register_prehook", "register_hook"])
+def test_hooks_are_called_once(kind: str) -> None:
+    calls: list[str] = []
+
+    def scale(grads: Any, *_: Any) -> Any:
+        calls.append(kind)
+        return 3 * grads if kind == "on a tensor" else tuple(3 * grad for grad in grads)
+
+    class Hooked(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            register = y.register_hook if kind == "on a tensor" else getattr(y.grad_fn, kind)
+            register(scale)
+            return y
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Hooked(6, 6))
+    x = torch.randn(4, 6)
+    torch.cat([model(part) for part in x.chunk(4)]).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    for execution in ("auto", "inline", "threads"):
+        calls.clear()
+        model.zero_grad()
+        pipe = on_cpus(model, [1, 1], chunks=4, checkpoint="never", execution=execution)
+        with pipe.timeline():  # Prevents that stages are fused, also in the first pass.
+            pipe.train_step(x, None, torch.sum, schedule="zb-h1", loss_reduction="sum")
+        assert calls == [kind] * 4
+        torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+
+
 def test_a_step_of_zb_h1_has_both_parts_on_its_timeline() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     pipe = on_cpus(model, [1, 1], chunks=3, checkpoint="never", execution="threads")
