@@ -30,6 +30,7 @@ CPU = {
     "memory": "bench.pipeline.memory",
     "micro_batch": "bench.micro_batch",
     "pipe": "bench.pipeline.pipe",
+    "steps": "bench.distributed.steps",
     "tensor_parallel": "bench.tensor_parallel",
     "torch_distributed": "bench.distributed.calls",
     "train_step": "bench.pipeline.train_step",

@@ -3,14 +3,15 @@
 All candidates make the same calls of ``torch.distributed``, in a loop without a common start, so
 that no rank spins while a helper thread of a peer works.
 
-* ``nothing``: torch's fake backend in one process, whose calls return at once: what torch itself
-  takes.
+* ``nothing``: a Python group in one process, as ours is one, whose calls return at once: what torch
+  itself takes.
 * ``direct``: the method of :class:`pipekernels.Communicator` instead; synchronous calls only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -20,8 +21,8 @@ from bench.processes import Serve, join, repeated, started
 RANKS = 2
 CALLS = 300  # Per turn, and as many before that do not count: woken ranks may begin on one core.
 SYNCHRONOUS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
-OTHERS = ("async all_reduce", "functional all_reduce", "coalesced all_reduce")
-SIZES = {"1 KiB": 1 << 10, "64 KiB": 1 << 16}
+OTHERS = ("async all_reduce", "functional all_reduce", "DTensor sum", "coalesced all_reduce")
+SIZES = {"1 KiB": 1 << 10, "4 KiB": 1 << 12, "64 KiB": 1 << 16}
 ALL = ("nothing", "direct", "pipekernels", "Gloo")
 CANDIDATES = {
     f"{call}, {size}": tuple(name for name in ALL if call in SYNCHRONOUS or name != "direct")
@@ -45,6 +46,8 @@ def call_of(case: str, ranks: int) -> tuple[Callable[[], object], torch.Tensor, 
     """
     import torch.distributed as dist
     import torch.distributed._functional_collectives as functional
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
 
     name, size = case.split(", ")
     part = torch.ones(SIZES[size] // 4)
@@ -61,6 +64,12 @@ def call_of(case: str, ranks: int) -> tuple[Callable[[], object], torch.Tensor, 
     def functional_sum() -> None:
         total.copy_(functional.all_reduce(part, "sum", group))
 
+    mesh = init_device_mesh("cpu", (ranks,)) if name == "DTensor sum" else None
+
+    def dtensor_sum() -> None:
+        partial = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+        total.copy_(partial.redistribute(placements=[Replicate()]).to_local())
+
     calls: dict[str, tuple[Callable[[], object], torch.Tensor, float]] = {
         "all_reduce": (lambda: dist.all_reduce(part), part, ranks),
         "all_gather_into_tensor": (lambda: dist.all_gather_into_tensor(whole, part), whole, 1),
@@ -68,6 +77,7 @@ def call_of(case: str, ranks: int) -> tuple[Callable[[], object], torch.Tensor, 
         "broadcast": (lambda: dist.broadcast(part, 0), part, 1),
         "async all_reduce": (lambda: dist.all_reduce(part, async_op=True).wait(), part, ranks),
         "functional all_reduce": (functional_sum, total, ranks),
+        "DTensor sum": (dtensor_sum, total, ranks),
         "coalesced all_reduce": (coalesced, part, ranks),
     }
     return calls[name]
@@ -77,8 +87,21 @@ def _nothing(rank: int, port: int, serve: Serve, case: str) -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from pipekernels.distributed.group import ENDED
+
+    class Nothing(dist.ProcessGroup):
+        @property
+        def group_name(self) -> str:  # torch's own is that of a backend in C++.
+            return dist.distributed_c10d._world.pg_names[self]
+
+        def allreduce(self, *arguments: Any) -> dist.Work:
+            return ENDED
+
+        _allgather_base = _reduce_scatter_base = broadcast = allreduce_coalesced = allreduce
+
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    dist.Backend.register_backend("nothing", lambda *_: Nothing(0, RANKS), extended_api=True)
+    dist.init_process_group("nothing", rank=0, world_size=RANKS, store=FakeStore())
     call, _, _ = call_of(case, RANKS)
     serve(repeated(call, CALLS, CALLS))
 
