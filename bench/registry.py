@@ -31,6 +31,7 @@ CPU = {
     "micro_batch": "bench.micro_batch",
     "pipe": "bench.pipeline.pipe",
     "steps": "bench.distributed.steps",
+    "serve": "bench.serve",
     "tensor_parallel": "bench.tensor_parallel",
     "torch_distributed": "bench.distributed.calls",
     "train_step": "bench.pipeline.train_step",
