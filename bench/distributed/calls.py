@@ -91,16 +91,16 @@ def _nothing(rank: int, port: int, serve: Serve, case: str) -> None:
 
     class Nothing(dist.ProcessGroup):
         @property
-        def group_name(self) -> str:  # torch's own is that of a backend in C++.
+        def group_name(self) -> Any:  # torch's own is that of a backend in C++.
             return dist.distributed_c10d._world.pg_names[self]
 
-        def allreduce(self, *arguments: Any) -> dist.Work:
-            return ENDED
-
-        _allgather_base = _reduce_scatter_base = broadcast = allreduce_coalesced = allreduce
+    for method in ("allreduce", "allreduce_coalesced", "_allgather_base", "_reduce_scatter_base",
+                   "broadcast"):  # fmt: skip
+        setattr(Nothing, method, lambda *_: ENDED)
+    made: Any = Nothing
 
     torch.set_num_threads(1)
-    dist.Backend.register_backend("nothing", lambda *_: Nothing(0, RANKS), extended_api=True)
+    dist.Backend.register_backend("nothing", lambda *_: made(0, RANKS), extended_api=True)
     dist.init_process_group("nothing", rank=0, world_size=RANKS, store=FakeStore())
     call, _, _ = call_of(case, RANKS)
     serve(repeated(call, CALLS, CALLS))

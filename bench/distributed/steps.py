@@ -34,18 +34,19 @@ def build(kind: str, width: int) -> nn.Module:
     block = nn.Sequential(nn.LayerNorm(width), widen, nn.GELU(), narrow)
     model = nn.Sequential(*[copy.deepcopy(block) for _ in range(6)])
     mesh = init_device_mesh("cpu", (RANKS,))
-    for block in model.children():
+    for each in model.children():
         if kind == "FSDP2":
-            fully_shard(block, mesh=mesh)
+            fully_shard(each, mesh=mesh)
         elif kind == "tensor parallel":
             shards = {"1": parallel.ColwiseParallel(), "3": parallel.RowwiseParallel()}
-            parallel.parallelize_module(block, mesh, shards)
+            parallel.parallelize_module(each, mesh, shards)
     return nn.parallel.DistributedDataParallel(model) if kind == "DDP" else model
 
 
 def _steps(rank: int, port: int, serve: Serve, case: str, backend: str) -> None:
     join(backend, rank, RANKS, port)
     kind, width = case.split(", width ")
+    torch.manual_seed(1)
     x, y = torch.randn(ROWS, 1, int(width)), torch.arange(ROWS)
     step, alone = (stepper(build(each, int(width)), x, y) for each in (kind, ""))
     found, expected = (torch.tensor([take() for _ in range(3)]) for take in (step, alone))
