@@ -17,8 +17,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // How long the watcher thread sleeps between checks of the peers, as kPollInterval in
-// csrc/cpu/collectives/communicator.cpp.
-constexpr std::chrono::milliseconds kPollInterval{20};
+// collectives/communicator.h.
+constexpr std::chrono::milliseconds kWatchInterval{20};
 // How long the watcher waits before it stops kernels, and tear_down() for peers to unmap memory. A
 // rank may leave, having sent its last signals and seen those of a third rank, while the latter
 // have not yet reached this rank, so this rank's kernels may still succeed.
@@ -250,7 +250,7 @@ void CudaCommunicator::watch() {
   int culprit = -1;
   uint32_t status = RankStatus::kOpen;
   while (status == RankStatus::kOpen) {
-    poll(polls.data(), polls.size(), static_cast<int>(kPollInterval.count()));
+    poll(polls.data(), polls.size(), static_cast<int>(kWatchInterval.count()));
     if (polls[0].revents != 0) return;
     for (int peer = 0; peer < world_size() && status == RankStatus::kOpen; ++peer) {
       if (peer == rank()) continue;
