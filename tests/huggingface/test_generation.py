@@ -118,7 +118,8 @@ def batched(comm: Communicator, names: list[str]) -> None:
         plan = model.tp_plan
         tensor_parallelize(model, "auto", comm)
         assert model._device_mesh["tp"].size() == comm.world_size
-        assert set(model.tp_plan.values()) >= {"colwise", "rowwise"}, name
+        plans = set(model.tp_plan.values())
+        assert any(each.startswith("rowwise") for each in plans), (name, plans)
         found = copy.deepcopy(model).generate_batch(prompts, greedy, options, max_new_tokens=8)
         answers = {tuple(answer.prompt_ids): answer.generated_tokens for answer in found.values()}
         expected = {tuple(row[:-8]): row[-8:] for row in rows}

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import ctypes
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -157,6 +158,9 @@ def test_sharded_embeddings_are_not_resized() -> None:
     run_sharded(model_of("Llama"), 2, body)
 
 
+M_MMAP_THRESHOLD = -3  # Of malloc.h.
+
+
 def memory(field: str) -> int:
     """Bytes of this process, by a field of /proc."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -166,6 +170,8 @@ def memory(field: str) -> int:
 def loading(comm: Communicator, folder: Path, bits: int | None) -> tuple[int, int, int]:
     """Bytes of this rank's weights, of the process before they are loaded, and at the most until
     they have given logits."""
+    # glibc gives tensors that are freed back to the system, and keeps none for the next ones.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
     with torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(folder)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
