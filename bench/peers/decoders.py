@@ -183,7 +183,7 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
     }
     quantized = gguf.GGMLQuantizationType[kind.upper()]
     file = safe_open(folder / "model.safetensors", framework="pt")
-    for name in file.keys():  # noqa: SIM118 - it is no mapping
+    for name in file.keys():  # noqa: SIM118 - a safetensors file cannot be iterated
         value = file.get_tensor(name).float().numpy()
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             # llama.cpp rotates pairs of neighbours, transformers a half with the other half.

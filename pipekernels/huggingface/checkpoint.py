@@ -101,7 +101,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file. ValueError if it holds no object."""
+    """Read the object of a JSON file; a missing file is empty. ValueError for other JSON."""
     try:
         fields = json.loads(path.read_text()) if path.is_file() else {}
         if isinstance(fields, dict):

@@ -203,7 +203,7 @@ void Messages::check(const Message& message) {
   }
 }
 
-// As Collective::abandon(). The memory of the message is no longer accessed.
+// Like Collective::abandon(): nothing accesses the memory of the message any more.
 void Messages::abandon(Message& message) {
   const auto is_it = [&](const std::shared_ptr<Message>& each) { return each.get() == &message; };
   {

@@ -51,7 +51,7 @@ struct Blocks {
   int count;
 };
 
-// The columns of `blocks`, as signed bytes. Those of 4 bits are without their zeros.
+// Unpacks the columns of `blocks` to signed bytes, from which it subtracts the zeros of 4 bits.
 template <int kBits>
 void widen(const IntegerPiece& piece, const Blocks& blocks, int8_t* to) {
   const RoundedShape& shape = piece.shape;

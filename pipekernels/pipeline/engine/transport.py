@@ -126,7 +126,7 @@ class SkipTable:
         self._versions: dict[tuple[Key, int], int] = {}  # of those that want a gradient
         # Devices of skips before they were copied to another; their gradients are copied back.
         self._source_devices: dict[tuple[Key, int], torch.device] = {}
-        self.grads: dict[tuple[Key, int], torch.Tensor | None] = {}  # Those of a backward.
+        self.grads: dict[tuple[Key, int], torch.Tensor | None] = {}  # Sent by a backward.
 
     def leave(self, value: Activation, m: int, transport: Transport) -> Activation:
         """Keep the skips of ``value``, of microbatch ``m``, for the stages that pop them; returns
