@@ -42,6 +42,7 @@ _utils: Any = _of_transformers("cli.serving.utils")
 
 _PAGE, _BATCH = 64, 512  # Tokens of a step: a longer prompt would hold up the answers beside it.
 _GRACE = 8  # Seconds for what runs when the server is to end.
+_UNHEALTHY = 0.5  # Seconds for which /health tells of a dead rank before the server ends.
 # Others would load other models, or run this one on rank 0 alone.
 _ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health"}
 
@@ -162,9 +163,9 @@ class Models(_models.ModelManager):  # type: ignore[misc]
 class Server(_uvicorn.Server):  # type: ignore[misc]
     """Says where it listens; ends soon after a rank has died."""
 
-    def __init__(self, config: Any, manager: Any, folder: Path) -> None:
+    def __init__(self, config: Any, manager: Any, folder: Path, pids: Sequence[int]) -> None:
         super().__init__(config)
-        self._manager, self._folder, self._dead_ticks = manager, folder, 0
+        self._manager, self._folder, self._pids = manager, folder, pids
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
@@ -173,14 +174,28 @@ class Server(_uvicorn.Server):  # type: ignore[misc]
         print(f"{self._folder} is served on http://{shown}:{port}/v1", flush=True)
 
     async def on_tick(self, counter: int) -> bool:
-        self._dead_ticks += self._manager.background_thread_status.fatal_error is not None
-        if self._dead_ticks > 3:  # /health has said so for 0.3 s.
-            _leave(self._manager)
+        # The launcher ends this rank, too, when it has seen another one die: maybe before the
+        # manager notices, so that a signal alone does not mean that all is well.
         ends: bool = await super().on_tick(counter)
-        return ends and not self._dead_ticks
+        status = self._manager.background_thread_status
+        dead = [rank for rank, pid in enumerate(self._pids) if not _exists(pid)]
+        if dead and status.fatal_error is None:
+            status.record_fatal_error(RuntimeError(f"rank {dead[0]} has died"))
+        if status.fatal_error is not None:
+            await asyncio.sleep(_UNHEALTHY)
+            _leave(self._manager)
+        return ends
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.should_exit = True  # A second Ctrl-C changes nothing: the launcher repeats the first.
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _load(options: argparse.Namespace, comm: Communicator) -> tuple[Any, Any]:
@@ -225,8 +240,10 @@ def _manager(model: Any, tokenizer: Any, cache_tokens: int | None) -> Any:
     return manager
 
 
-def _answer(options: argparse.Namespace, model: Any, tokenizer: Any, manager: Any) -> None:
-    """Serve until a signal comes."""
+def _answer(
+    options: argparse.Namespace, model: Any, tokenizer: Any, manager: Any, pids: Sequence[int]
+) -> None:
+    """Serve until a signal comes, or a process of ``pids``, those of all ranks, has ended."""
     models = Models(options.folder, model, tokenizer)
     state = _utils.GenerationState(continuous_batching=True)
     state._cb_manager = Requests(manager)
@@ -240,7 +257,7 @@ def _answer(options: argparse.Namespace, model: Any, tokenizer: Any, manager: An
     app.router.routes = [route for route in app.router.routes if route.path in _ROUTES]
     given = {"host": options.host, "port": options.port, "log_level": "warning"}
     config = _uvicorn.Config(app, **given, timeout_graceful_shutdown=_GRACE)
-    Server(config, manager, options.folder).run()
+    Server(config, manager, options.folder, pids).run()
 
 
 def _leave(manager: Any) -> NoReturn:
@@ -257,6 +274,8 @@ def serve(options: argparse.Namespace) -> NoReturn:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo")
     comm = Communicator.from_process_group()
+    pids = [0] * comm.world_size
+    dist.all_gather_object(pids, os.getpid())
     torch.seed()
     model, tokenizer = _load(options, comm)
     manager = _manager(model, tokenizer, options.cache_tokens)
@@ -265,7 +284,7 @@ def serve(options: argparse.Namespace) -> NoReturn:
     if comm.rank > 0:  # Nobody takes answers here.
         manager.output_router.deliver = manager.output_router.deliver_batch = lambda outputs: None
     else:
-        _answer(options, model, tokenizer, manager)
+        _answer(options, model, tokenizer, manager, pids)
         manager.output_router.result_handlers.clear()  # Of a loop that is closed.
         manager.stop(hard_stop=True, timeout=1)
     while manager.is_running() and manager.background_thread_status.fatal_error is None:
