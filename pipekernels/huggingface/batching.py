@@ -18,21 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipekernels.huggingface.pretrained import communicators, replaced
-from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
-from pipekernels.tensor_parallel.experts import ParallelExperts
-from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pipekernels.tensor_parallel.plan.sharding_plan import without_numbers
 
 _MEMORY = 0.6  # Of what is free on the host; transformers takes as much of all of it on each rank.
-_WORDS: dict[type[nn.Module], str] = {
-    ColumnParallelLinear: "colwise",
-    RowParallelLinear: "rowwise",
-    VocabParallelEmbedding: "embedding_rowwise",
-    ParallelExperts: "moe_tp_experts",
-}
 
 
-def mesh_of(model: nn.Module) -> DeviceMesh | None:
+def _mesh_of(model: nn.Module) -> DeviceMesh | None:
     """A mesh over the ranks of the sharded layers, with the dimension "tp"; None unless these are
     processes of torch.distributed's default group. A collective."""
     comms = communicators(model)
@@ -45,19 +35,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     if len(ranks) < dist.get_world_size():
         group = dist.new_group(ranks, use_local_synchronization=True)
     device = next(model.parameters()).device.type
-    kind = "cuda" if device == "cuda" else "cpu"  # Perhaps the meta device yet.
-    return DeviceMesh.from_group(group, kind, mesh_dim_names=("tp",))
-
-
-def plan_done(model: nn.Module) -> dict[str, str]:
-    """How the layers of ``model`` are sharded, in transformers' words."""
-    plan = {}
-    for name, layer in model.named_modules():
-        word = next((_WORDS[kind] for kind in _WORDS if isinstance(layer, kind)), None)
-        if word is not None:
-            gathers = getattr(layer, "gather_output", False)
-            plan[without_numbers(name)] = f"{word}_gather_output" if gathers else word
-    return plan
+    return DeviceMesh.from_group(group, device, mesh_dim_names=("tp",))
 
 
 def init_continuous_batching(
@@ -73,7 +51,8 @@ def init_continuous_batching(
         ValueError: the ranks are threads, or no processes of torch.distributed's default group; or
             layers have caches of different shapes on this rank.
     """
-    if model._device_mesh is None:
+    mesh = _mesh_of(model)
+    if mesh is None:
         raise ValueError(
             "continuous batching needs one process per rank and torch.distributed, but the ranks "
             f"of {type(model).__name__} are threads or have no default group; start it by "
@@ -88,8 +67,11 @@ def init_continuous_batching(
         # transformers takes for free what this process has not.
         _, total, _, used = _utils().get_device_and_memory_breakdown()
         free = import_module("psutil").virtual_memory().available / (total - used)
-        config.max_memory_percent = _MEMORY * min(1, free) / model._device_mesh.size()
-    manager = type(model).init_continuous_batching(model, generation_config, config, workload_hints)
+        config.max_memory_percent = _MEMORY * min(1, free) / mesh.size()
+    with replaced(model, "_device_mesh", mesh):
+        manager = type(model).init_continuous_batching(
+            model, generation_config, config, workload_hints
+        )
     manager.distributed_helper.tp_plan = {}  # Which would divide the heads again.
     create = manager._create_batch_processor
 

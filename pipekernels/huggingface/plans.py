@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
-from pipekernels.huggingface.batching import init_continuous_batching, mesh_of, plan_done
+from pipekernels.huggingface.batching import init_continuous_batching
 from pipekernels.huggingface.derive import derived_plan
 from pipekernels.huggingface.generation import (
     generate,
@@ -56,14 +56,11 @@ class Transformers(PlanProvider):
 
     def prepare(self, model: nn.Module) -> None:
         transformers: Any = sys.modules["transformers"]
-        mesh = mesh_of(model)
         for module in model.modules():
             if isinstance(module, transformers.PreTrainedModel) and sharded_layers(module):
                 for name, method in _METHODS.items():
                     if hasattr(type(module), name):
                         set_attribute(module, name, MethodType(method, module))
-                set_attribute(module, "_tp_plan", plan_done(module))
-                set_attribute(module, "_device_mesh", mesh)
         base = base_of(model)
         if hasattr(getattr(base, "config", None), "output_attentions") and sharded_layers(base):
             note_hook(base, base.register_forward_pre_hook(warn_of_attentions, with_kwargs=True))

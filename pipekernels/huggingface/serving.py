@@ -274,8 +274,7 @@ def serve(options: argparse.Namespace) -> NoReturn:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo")
     comm = Communicator.from_process_group()
-    pids = [0] * comm.world_size
-    dist.all_gather_object(pids, os.getpid())
+    pids = comm._exchange(os.getpid(), int)
     torch.seed()
     model, tokenizer = _load(options, comm)
     manager = _manager(model, tokenizer, options.cache_tokens)

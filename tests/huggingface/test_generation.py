@@ -115,19 +115,14 @@ def batched(comm: Communicator, names: list[str]) -> None:
         model.generation_config.eos_token_id = None
         count = {"max_new_tokens": 8, "do_sample": False}
         rows = [model.generate(torch.tensor([row]), **count)[0].tolist() for row in prompts]
-        plan = model.tp_plan
         tensor_parallelize(model, "auto", comm)
-        assert model._device_mesh["tp"].size() == comm.world_size
-        plans = set(model.tp_plan.values())
-        assert any(each.startswith("rowwise") for each in plans), (name, plans)
         found = copy.deepcopy(model).generate_batch(prompts, greedy, options, max_new_tokens=8)
         answers = {tuple(answer.prompt_ids): answer.generated_tokens for answer in found.values()}
         expected = {tuple(row[:-8]): row[-8:] for row in rows}
         assert answers == expected, name
         share = model.init_continuous_batching().continuous_batching_config.max_memory_percent
         assert 0 < share <= 0.6 / comm.world_size
-        tensor_unparallelize(model)
-        assert model.tp_plan == plan and model._device_mesh is None
+        assert model._device_mesh is None  # Else others would take it for one with DTensors.
 
 
 @pytest.mark.processes
