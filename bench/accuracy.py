@@ -1,4 +1,4 @@
-"""What weights of integers change: log-probabilities of the demo's trained GPT, beside the same
+"""What weights of integers change: log-probabilities of a trained GPT, beside the same
 model in float32.
 
 The GPT of 4 blocks of width 128 trains on sources of Python's standard library, and predicts bytes
@@ -13,6 +13,7 @@ of sources that it has not seen. The linear layers of its blocks get other weigh
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from demo.sizes import FULL
 from demo.text import PLAN
 from demo.train import LEARNING_RATE
 
+SIZES = dataclasses.replace(FULL, width=128)
 STEPS, QUICK_STEPS = 1000, 20
 OURS = {
     "int8, a scale per output feature": (8, None),
@@ -35,12 +37,12 @@ OURS = {
     "int4, groups of 32": (4, 32),
     "int4, groups of 128": (4, 128),
 }
-CASE = "the demo's GPT"
+CASE = "a trained GPT"
 CANDIDATES = {CASE: ("float32", *OURS, "llama.cpp, q8_0", "llama.cpp, q4_0")}
 QUICK = CANDIDATES
 BASE = "float32"
 CONDITIONS = {
-    "training": f"{STEPS} steps of {FULL.batch} x {FULL.context} bytes, AdamW",
+    "training": f"{STEPS} steps of {SIZES.batch} x {SIZES.context} bytes, AdamW",
     "loss": "mean over 65536 bytes of sources that were not trained on, in nats",
     "change": "of the log-probability of each byte, its absolute value, mean and 99th percentile",
 }
@@ -50,14 +52,14 @@ def measure(plan: Plan, options: Options) -> Iterator[list[Row]]:
     """A row per format."""
     corpus = standard_library()
     known, unseen = corpus.split([corpus.numel() * 9 // 10, -(-corpus.numel() // 10)])
-    model = new_model(FULL)
+    model = new_model(SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95))
     steps = QUICK_STEPS if options.quick else STEPS
-    for x, y in batches(known, steps, FULL.batch, FULL.context, seed=0):
+    for x, y in batches(known, steps, SIZES.batch, SIZES.context, seed=0):
         optimizer.zero_grad()
         token_loss(model(x), y).backward()
         optimizer.step()
-    text = next(batches(unseen, 1, 65536 // FULL.context, FULL.context, seed=1))
+    text = next(batches(unseen, 1, 65536 // SIZES.context, SIZES.context, seed=1))
     base = _probabilities(model, *text)
     for case, names in plan.items():
         rows = []

@@ -1,1 +1,1 @@
-"""Demonstration in three acts: training through a pipe, generation on two ranks, all-reduces."""
+"""Demonstration in three acts: training in two stages, generation on two ranks, all-reduces."""

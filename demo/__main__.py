@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import math
 import os
 import sys
 import time
@@ -15,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
-from demo import collectives, generate, memory, picture, train
+from demo import collectives, generate, picture, train
 from demo.results import NOISE
 from demo.sizes import FULL, QUICK
+
+OLDEST = "2.10"  # compile_decoding needs it.
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for files")
     options = parser.parse_args(arguments)
     output: Path = options.output
+    if TorchVersion(torch.__version__) < OLDEST:
+        parser.error(f"the demo needs torch {OLDEST} or newer, this is {torch.__version__}")
     if output.exists() and not output.is_dir():
         parser.error(f"--output must name a folder, got the file {output}; name another path")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -50,17 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
     speed_ups = [speed_up for act in acts for speed_up in act.speed_ups]
     faster = "; ".join(str(one) for one in speed_ups if one.ratio > NOISE)
     not_faster = "; ".join(str(one) for one in speed_ups if one.ratio <= NOISE)
-    peers = [memory.UNPIPED, memory.ACCUMULATED]
-    piped = training.memory[memory.PIPED]
-    # With --quick a step may fit into pages that the process has already: then no share is known.
-    shares = [piped / took if (took := training.memory[peer]) else math.nan for peer in peers]
+    took, alone = (training.memory[name] for name in (train.PIPEKERNELS, train.ACCUMULATED))
     print(
-        f"\n{output}/: demo.png, timeline.json, losses.csv, model.pt; "
-        f"{time.perf_counter() - begin:.0f} seconds\n\n"
-        f"faster      {faster or 'nothing'}\n"
+        f"\n{output}/: demo.png, losses.csv, model.pt; {time.perf_counter() - begin:.0f} seconds"
+        f"\n\nfaster      {faster or 'nothing'}\n"
         f"not faster  {not_faster or 'nothing'}\n"
-        f"memory      a training step of the pipe takes {shares[0]:.2f} of what the unpiped one "
-        f"takes, {shares[1]:.2f} of what it takes with gradient accumulation"
+        f"memory      a stage takes {took:.0f} MiB, one process with the whole model {alone:.0f}"
     )
     for number, act in enumerate(acts, 1):
         print(f"act {number}       {'; '.join(map(str, act.checks)) or 'left out'}")

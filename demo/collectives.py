@@ -9,7 +9,6 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch.torch_version import TorchVersion
 from tqdm import tqdm
 
 from demo.ranks import RANKS, processes
@@ -24,7 +23,7 @@ Times = dict[str, list[float]]  # Microseconds of each call, by backend.
 
 @dataclass(frozen=True)
 class AllReduces:
-    """Results of act 3; microseconds by backend and bytes, empty where it was left out."""
+    """Results of act 3; microseconds by backend and bytes."""
 
     microseconds: dict[str, dict[int, Spread]]
     speed_ups: list[SpeedUp]
@@ -34,9 +33,6 @@ class AllReduces:
 def run(sizes: Sizes) -> AllReduces:
     """Time all-reduces of all sizes."""
     print(f"\nAct 3: dist.all_reduce of float32 tensors on {RANKS} ranks, on CPUs")
-    if TorchVersion(torch.__version__) < "2.7":
-        print(f"left out: the backend pipekernels needs torch 2.7, this is {torch.__version__}")
-        return AllReduces({}, [], [])
     microseconds: dict[str, dict[int, Spread]] = {OURS: {}, GLOO: {}}
     exact: list[bool] = []
     with processes(RANKS, _prepare, backend=OURS) as turn:

@@ -11,8 +11,10 @@ import torch
 from demo.ranks import RANKS
 from demo.sizes import Sizes
 from pipekernels import Communicator, tensor_parallelize
+from pipekernels.tensor_parallel import compile_decoding, quantize_weights
 
 PROMPT, HEADS = 32, 12
+BITS = 4
 
 Turn = Callable[[], tuple[float, tuple[int, ...]]]  # Returns seconds and new tokens.
 
@@ -23,16 +25,19 @@ def parameters(sizes: Sizes) -> int:
     return sizes.llama_vocabulary * width + sizes.llama_layers * 12 * width**2
 
 
-def prepare_whole(rank: int, sizes: Sizes) -> Turn:
+def prepare_whole(rank: int, sizes: Sizes, dtype: torch.dtype) -> Turn:
     """A turn generates in this process, with as many threads as there are ranks."""
     torch.set_num_threads(RANKS)
-    return _turn(_new_model(sizes), sizes)
+    return _turn(_new_model(sizes).to(dtype), sizes)
 
 
-def prepare_split(rank: int, sizes: Sizes) -> Turn:
-    """A turn generates on all ranks together."""
+def prepare_integers(rank: int, sizes: Sizes, compiled: bool) -> Turn:
+    """A turn generates on all ranks together, with weights of integers."""
     comm = Communicator.from_process_group()
-    return _turn(tensor_parallelize(_new_model(sizes), "auto", comm), sizes)
+    model = quantize_weights(tensor_parallelize(_new_model(sizes), "auto", comm), bits=BITS)
+    if compiled:
+        compile_decoding(model, PROMPT + sizes.llama_new_tokens)
+    return _turn(model, sizes)
 
 
 def _new_model(sizes: Sizes) -> Any:

@@ -12,11 +12,9 @@ from matplotlib.patches import Patch
 
 from demo.collectives import OURS, AllReduces, size_name
 from demo.generate import SPLIT, Generation
-from demo.memory import PIPED
-from demo.model import SCHEDULE
+from demo.ranks import RANKS
 from demo.results import Spread, rounded
-from demo.train import PIPE, Training
-from pipekernels import Timeline
+from demo.train import PIPEKERNELS, Task, Training
 
 ACTIONS = {"F": ("forward", "#9ecae1"), "B": ("backward", "#fdae6b")}
 PEER, HIGHLIGHT = "#9a9a9a", "#2f6fab"
@@ -25,14 +23,14 @@ PEER, HIGHLIGHT = "#9a9a9a", "#2f6fab"
 def draw(training: Training, generation: Generation, all_reduces: AllReduces, path: Path) -> None:
     """Write the picture as PNG."""
     figure = Figure(figsize=(15, 8.5), layout="constrained")
-    grid = figure.add_gridspec(2, 4, height_ratios=[2, 5], width_ratios=[2, 3, 2, 4])
+    grid = figure.add_gridspec(2, 4, height_ratios=[2, 5], width_ratios=[3, 3, 3, 4])
     timeline = figure.add_subplot(grid[0, :])
     memory, speed, tokens, sizes = (figure.add_subplot(grid[1, column]) for column in range(4))
-    _draw_timeline(timeline, training.timeline)
-    memory.set(title="training: peak memory of a step", ylabel="MiB above parameters and gradients")
-    _draw_bars(memory, {n: Spread(m, m, m) for n, m in training.memory.items()}, PIPED)
+    _draw_timeline(timeline, training.tasks)
+    memory.set(title="training: memory of a process", ylabel="MiB above a process without a model")
+    _draw_bars(memory, {n: Spread(m, m, m) for n, m in training.memory.items()}, PIPEKERNELS)
     speed.set(title="training: speed", ylabel="tokens/s (line: p10 to p90)")
-    _draw_bars(speed, training.speeds, PIPE)
+    _draw_bars(speed, training.speeds, PIPEKERNELS)
     tokens.set(title="Llama, generation: speed", ylabel="tokens/s (line: p10 to p90)")
     _draw_bars(tokens, generation.speeds, SPLIT)
     sizes.set(
@@ -46,25 +44,23 @@ def draw(training: Training, generation: Generation, all_reduces: AllReduces, pa
     FigureCanvasAgg(figure).print_figure(path, dpi=100)
 
 
-def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
+def _draw_timeline(axes: Axes, tasks: list[Task]) -> None:
     """Stages over time; a bar per microbatch with its number."""
-    (step,) = timeline.phases
-    origin = min(event.start for event in step.events)
-    for event in step.events:
-        kind, stage, micro_batch = event.action
-        left, width = (event.start - origin) * 1e3, (event.end - event.start) * 1e3
-        colour = ACTIONS[kind][1]
-        axes.barh(stage, width, 0.8, left, color=colour, edgecolor="white", linewidth=0.5)
-        axes.text(left + width / 2, stage, str(micro_batch), ha="center", va="center", fontsize=8)
+    origin = min(task.begin for task in tasks)
+    for task in tasks:
+        left, width = (task.begin - origin) * 1e3, (task.end - task.begin) * 1e3
+        colour = ACTIONS[task.kind][1]
+        axes.barh(task.stage, width, 0.8, left, color=colour, edgecolor="white", linewidth=0.5)
+        number = {"ha": "center", "va": "center", "fontsize": 8}
+        axes.text(left + width / 2, task.stage, str(task.microbatch), **number)
     axes.set_facecolor("#eeeeee")
     axes.margins(x=0)
-    stages = range(len(step.program.lanes))
-    axes.set_yticks(stages, [f"stage {stage}" for stage in stages])
+    axes.set_yticks(range(RANKS), [f"stage {stage}" for stage in range(RANKS)])
     axes.invert_yaxis()
     axes.set_xlabel("ms; numbers are microbatches")
-    axes.set_title(
-        f"one training step of the pipe, {SCHEDULE}: idle {timeline.bubble:.0%} of the time"
-    )
+    whole = RANKS * (max(task.end for task in tasks) - origin)
+    idle = 1 - sum(task.end - task.begin for task in tasks) / whole
+    axes.set_title(f"one step of two stages in two processes, 1F1B: idle {idle:.0%} of the time")
     handles = [Patch(color=colour, label=name) for name, colour in ACTIONS.values()]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
@@ -74,12 +70,12 @@ def _draw_bars(axes: Axes, spreads: dict[str, Spread], ours: str) -> None:
     if not spreads:
         axes.text(0.5, 0.5, "left out", ha="center", transform=axes.transAxes)
     for name, spread in spreads.items():
-        label = name.replace(", ", ",\n").replace("'s ", "'s\n")
+        label = name.replace(", ", ",\n")
         axes.bar(label, spread.median, 0.6, color=HIGHLIGHT if name == ours else PEER)
         axes.vlines(label, spread.p10, spread.p90, color="black")
         place: dict[str, Any] = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
         axes.annotate(rounded(spread.median), (label, 0), color="white", **place)
-    axes.tick_params(axis="x", labelsize=9)
+    axes.tick_params(axis="x", labelsize=8)
     axes.margins(x=0.15, y=0.1)
 
 

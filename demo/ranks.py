@@ -35,7 +35,7 @@ def processes(
     """Start ``count`` processes, and yield a function that lets each take a turn.
 
     Args:
-        count: more than one process form a process group.
+        count: of processes, which form a process group.
         prepare: each process calls ``prepare(rank, *arguments)``, which returns its turn.
         arguments: must be picklable, as those of turns and what turns return.
         backend: of torch.distributed.
@@ -93,11 +93,10 @@ def _serve(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # A pool would outlive the demo.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # A host name may not resolve.
-    *_, count, rank = group
-    if count > 1:
-        dist.init_process_group(*group)
-    turn = prepare(rank, *arguments)
+    dist.init_process_group(*group)
+    turn = prepare(dist.get_rank(), *arguments)
     while True:
         try:
             request = connection.recv()

@@ -10,12 +10,12 @@ class Sizes:
     """Sizes of the models, and numbers of steps, tokens and calls."""
 
     # Act 1: the byte-level GPT.
-    width: int = 128
+    width: int = 256
     context: int = 64
     batch: int = 32
-    untimed_steps: int = 11  # A pipe times its executions in its first steps.
-    compared_steps: int = 23
-    pipe_only_steps: int = 50
+    steps_of_a_round: int = 4
+    compared_rounds: int = 4
+    further_steps: int = 20
     # Act 2: the Llama, and the text of the GPT.
     llama_width: int = 768
     llama_layers: int = 12
@@ -27,15 +27,20 @@ class Sizes:
     all_reduce_bytes: tuple[int, ...] = tuple(1 << bits for bits in range(10, 25, 2))
     all_reduce_rounds: int = 4
 
+    @property
+    def most_steps(self) -> int:
+        """Batches of act 1, with the one of the step whose memory is measured."""
+        return self.steps_of_a_round * (1 + self.compared_rounds) + 1 + self.further_steps
+
 
 FULL = Sizes()
 QUICK = Sizes(
     width=32,
     context=16,
-    untimed_steps=1,
-    compared_steps=3,
-    pipe_only_steps=1,
-    llama_width=96,
+    steps_of_a_round=2,
+    compared_rounds=1,
+    further_steps=1,
+    llama_width=192,
     llama_layers=2,
     llama_vocabulary=500,
     llama_new_tokens=4,
