@@ -1,6 +1,5 @@
 """Turns result files into the tables of README.md and docs/, between ``<!-- bench:NAME -->``
-markers, and into the plots that pages show. Results of GPUs, ``gpu.NAME`` and ``nccl``, may be
-missing.
+markers, and into the plots that pages show.
 
 A table is about one machine: that of the newest result file. Ratios of the others are in it as
 ranges.
@@ -18,7 +17,8 @@ from bench.harness import Row
 from bench.report import summary
 from bench.report.tables import table
 
-UNMEASURED = "*Not measured on any GPU yet.*"
+UNMEASURED = "*Not measured yet: `make bench ARGS={}`.*"
+ON_GPUS = "*Not measured on any GPU yet.*"
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -51,17 +51,12 @@ def _machine(record: Mapping[str, Any]) -> str:
 
 
 def update(text: str, rendered: Mapping[str, str]) -> str:
-    """``text`` with the body of every marker replaced, and with the plots of the newest results.
-
-    Raises:
-        ValueError: a marker names a benchmark of CPUs without a result file.
-    """
+    """``text`` with the body of every marker replaced, and with the plots of the newest results."""
 
     def replace(match: re.Match[str]) -> str:
         name = match.group(1)
-        body = rendered.get(name, UNMEASURED if name.startswith(("gpu.", "nccl")) else None)
-        if body is None:
-            raise ValueError(f"no result file for bench:{name}; run `make bench ARGS={name}`")
+        unmeasured = ON_GPUS if name in registry.GPU else UNMEASURED.format(name)
+        body = rendered.get(name, unmeasured)
         return f"<!-- bench:{name} -->\n{body}\n<!-- /bench -->"
 
     def newest(match: re.Match[str]) -> str:

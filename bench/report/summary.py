@@ -1,120 +1,111 @@
-"""README's tables: what is won, and what is not, beside what a user would pick instead."""
+"""README's tables: what is faster, and what is not, than the strongest of what a user would pick
+instead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from bench import records
-from bench.report.tables import between, duration, markdown
+from bench.report.tables import markdown
 
 
 class Line(NamedTuple):
-    """What is measured: a row of a table for each peer."""
+    """What is measured: a row of a table."""
 
     work: str
     name: str  # Of the benchmark.
+    page: str  # That has all of it, in docs/benchmarks.
     where: Mapping[str, Any]  # Fields of the rows of this work in result files.
     ours: str  # The candidate that is this package.
-    instead: Mapping[str, Sequence[str]]  # By peer: its candidates, of which the fastest counts.
+    instead: Mapping[str, str]  # What a user would pick: names of README by candidates.
 
 
-TWO = {"two threads": ["two threads"]}
-MPI = "the fastest MPI"
-OTHERS = {"DeepSpeed": ["DeepSpeed"], MPI: ["MPICH", "Open MPI", "Intel MPI"]}
+MOST = {True: 8, False: 5}  # Rows of what is faster, and of what is not.
+THREADS = {"two threads": "one process of two threads"}
+GLOO = {"Gloo": "Gloo"}
+MPI = ("vLLM", "SGLang", "DeepSpeed", "MPICH", "Open MPI", "Intel MPI")
 SUM = {"part": "sizes", "type": "float32"}
-DECODERS = {
-    "two threads, compiled": ["two threads, compiled"],
-    "llama.cpp": ["llama.cpp, f32", "llama.cpp, bf16", "llama.cpp, q8_0"],
-    "CTranslate2": ["CTranslate2, float32", "CTranslate2, int8"],
-}
-COMPILED = {
-    "float32": "pipekernels, compiled",
-    "bfloat16": "pipekernels, compiled",
-    "int8": "pipekernels, int8, compiled",
-}
-DIRECT = Line("all-reduce of 64 KiB", "collectives", SUM | {"size": 65536}, "ordinary", OTHERS)
+TOKEN, PROMPT = {"part": "a token"}, {"part": "a prompt of 512 tokens"}
+LLAMA = "1.1 B Llama"
 LINES = [
-    DIRECT,
-    Line("all-reduce of 4 MiB", "collectives", SUM | {"size": 1 << 22}, "ordinary", OTHERS),
-    Line("all-reduce of 4 KiB, 8 ranks", "collectives", {"part": "crowded"}, "ordinary",
-         {MPI: OTHERS[MPI]}),
-    Line("`dist.all_reduce` of 64 KiB", "torch_distributed", {"case": "all_reduce, 64 KiB"},
-         "pipekernels", {"Gloo": ["Gloo"]}),
-    *(Line(f"DDP step of a 3 M GPT, {case}", "ddp", {"case": case}, "DDP, pipekernels",
-           {"Gloo": ["DDP, Gloo"], "one process of two threads": ["two threads"]})
-      for case in ("4 sequences", "16 sequences")),
-    *(Line(f"tokens/s of a 110 M Llama, {case}", "decode", {"case": case}, "pipekernels",
-           TWO) for case in ("float32", "bfloat16")),
-    *(Line(f"tokens/s of a 110 M Llama by `compile_decoding`, {case}", "decode", {"case": case},
-           ours, DECODERS) for case, ours in COMPILED.items()),
-    *(Line(f"tokens/s of a 1.1 B Llama by `compile_decoding`, {case}", "decode",
-           {"case": f"1.1 B, {case}"}, ours, DECODERS) for case, ours in COMPILED.items()),
-    *(Line(f"transformers' own plan on this backend, {case}", "decode", {"case": case},
-           "transformers, backend pipekernels", {"the same on Gloo": ["transformers, Gloo"]})
-      for case in ("float32", "bfloat16")),
-    Line("MLP on 16 rows", "tensor_parallel", {"case": "16 rows, forward"}, "pipekernels",
-         TWO | {"DTensor on Gloo": ["DTensor, Gloo"]}),
-    *(Line(f"memory of a GPT's step, 2 stages, 1F1B, {count} microbatches", "memory",
-           {"case": f"gpt, {count} chunks"}, "1f1b", {"gradient accumulation": ["accumulated"]})
-      for count in (4, 8)),
-    Line("training step of a GPT, 2 stages", "train_step", {"case": "gpt, 8 chunks"}, "1f1b", TWO),
-    *(Line(f"forward and backward of 8 {case} layers, 2 stages", "pipe", {"case": case},
-           "pipekernels", TWO) for case in ("wide", "narrow")),
+    Line("all-reduce of 64 KiB", "collectives", "collectives", SUM | {"size": 65536}, "ordinary",
+         {name: name for name in MPI}),
+    Line("all-reduce of 4 MiB", "collectives", "collectives", SUM | {"size": 1 << 22}, "ordinary",
+         {name: name for name in MPI}),
+    *(Line(f"{text} of 64 KiB", "torch_distributed", "collectives", {"case": f"{call}, 64 KiB"},
+           "pipekernels", GLOO)
+      for text, call in (("`dist.send` and back", "send and back"),
+                         ("`dist.all_to_all_single`", "all_to_all_single"))),
+    *(Line(f"{text} step, 6 MLPs of width 512", "steps", "collectives",
+           {"case": f"{kind}, width 512"}, "pipekernels", GLOO)
+      for text, kind in (("FSDP", "FSDP2"), ("DDP", "DDP"))),
+    *(Line(f"a token of a {LLAMA} in {bits} bits", "decode", "tensor_parallel",
+           TOKEN | {"case": f"1.1 B, int{bits}"}, f"pipekernels, int{bits}, compiled",
+           {f"llama.cpp, {kind}": "llama.cpp", "CTranslate2, int8": "CTranslate2"})
+      for bits, kind in ((4, "q4_0"), (8, "q8_0"))),
+    Line(f"a token of a {LLAMA} in bfloat16", "decode", "tensor_parallel",
+         TOKEN | {"case": "1.1 B, bfloat16"}, "pipekernels, compiled",
+         THREADS | {"llama.cpp, bf16": "llama.cpp"}),
+    Line(f"a prompt of 512 tokens, {LLAMA} in 8 bits", "decode", "tensor_parallel",
+         PROMPT | {"case": "1.1 B, int8"}, "pipekernels, int8, compiled",
+         {"llama.cpp, q8_0": "llama.cpp", "CTranslate2, int8": "CTranslate2"}),
+    Line(f"16 requests at once, {LLAMA} in 8 bits", "serve", "tensor_parallel",
+         {"case": "int8, 16 at once"}, "pipekernels, int8",
+         {"transformers": "transformers' server", "llama.cpp, q8_0": "llama.cpp's server"}),
+    Line("MLP on 16 rows", "tensor_parallel", "tensor_parallel", {"case": "16 rows, forward"},
+         "pipekernels", THREADS | {"DTensor, Gloo": "DTensor on Gloo"}),
+    Line("memory of a GPT's step, 2 stages in one process", "memory", "pipes",
+         {"case": "gpt, 8 chunks"}, "1f1b", {"accumulated": "gradient accumulation"}),
+    Line("a GPT's step, 2 stages in one process", "train_step", "pipes", {"case": "gpt, 8 chunks"},
+         "1f1b", THREADS),
 ]  # fmt: skip
 
 
-def table(*, won: bool) -> str:
-    """What is ahead of a peer on every machine, or all else, in two digits; a peer that no result
-    file has has no row yet."""
-    rows: list[tuple[list[str], dict[str, str]]] = []
+def ratios() -> list[dict[str, dict[str, float]]]:
+    """For each of LINES, by candidate of others and by machine: its median over ours. Machines that
+    have run fewer than half of the lines with a result are left out."""
+    found: list[dict[str, dict[str, float]]] = []
     for line in LINES:
-        for peer, candidates in line.instead.items():
-            ratios = {
-                records.common_name(record["machine"]): (digits(theirs / ours), record)
-                for record in records.load(line.name)
-                for ours, theirs in medians(record, line, candidates)
+        by_peer: dict[str, dict[str, float]] = {}
+        for record in records.load(line.name):
+            medians = {
+                row["candidate"]: row["median"]
+                for row in record["rows"]
+                if all(row.get(key) == value for key, value in line.where.items())
             }
-            if ratios and won == all(float(text) > 1 for text, _ in ratios.values()):
-                cells = {name: f"[{text}]({_path(of)})" for name, (text, of) in ratios.items()}
-                rows.append(([line.work, peer], cells))
-    names = dict.fromkeys(name for _, cells in rows for name in cells)
-    lines = [[*told, *(cells.get(name, "") for name in names)] for told, cells in rows]
-    return markdown(["work", "over", *names], lines)
+            if line.ours not in medians:
+                continue
+            for peer in filter(medians.__contains__, line.instead):
+                machine = records.machine_name(record["machine"])
+                by_peer.setdefault(peer, {})[machine] = medians[peer] / medians[line.ours]
+        found.append(by_peer)
+    measured = [{machine for peer in each.values() for machine in peer} for each in found]
+    lines = Counter(machine for machines in measured for machine in machines)
+    kept = {name for name in lines if 2 * lines[name] >= sum(map(bool, measured))}
+    return [
+        {peer: of for peer, by in each.items() if (of := {m: by[m] for m in by if m in kept})}
+        for each in found
+    ]
 
 
-def first() -> str:
-    """The sentence that README begins with."""
-    found = {
-        peer: [pair for each in records.load(DIRECT.name) for pair in medians(each, DIRECT, names)]
-        for peer, names in OTHERS.items()
-    }
-    ours = between([own * 1e6 for own, _ in found[MPI]], digits)
-    theirs = (
-        f"{peer} {between([other * 1e6 for _, other in pairs], digits)} us"
-        for peer, pairs in found.items()
-    )
-    return (
-        f"**All-reduce of 64 KiB between two processes: {ours} us ({', '.join(theirs)}).** "
-        "pipekernels is tensor and pipeline parallelism for PyTorch, over kernels of its own."
-    )
-
-
-def killed() -> str:
-    """How soon survivors name a rank that is killed: the slowest of all runs, by machine."""
-    found = records.load("soak")
-    rows = [row for record in found for row in record["rows"] if "killed" in row["trial"]]
-    low, high = (duration(end(row["max"] for row in rows)) for end in (min, max))
-    runs = min(row["runs"] for row in rows)
-    files = ", ".join(f"[{records.common_name(each['machine'])}]({_path(each)})" for each in found)
-    return (
-        f"A rank that is killed is named in an error on all others. The slowest of {runs} such "
-        f"errors came after {low} to {high}, depending on the machine ({files})."
-    )
-
-
-def _path(record: Mapping[str, Any]) -> str:
-    return f"bench/results/{records.machine_name(record['machine'])}/{record['name']}.json"
+def table(*, won: bool) -> str:
+    """What is ahead of the strongest peer, or, the slowest first, what is not: medians over the
+    machines, in two digits."""
+    rows: list[tuple[float, list[str]]] = []
+    for line, by_peer in zip(LINES, ratios(), strict=True):
+        if by_peer:
+            medians = {peer: statistics.median(by.values()) for peer, by in by_peer.items()}
+            peer = min(medians, key=medians.__getitem__)
+            text = digits(medians[peer])
+            if won == (float(text) > 1):
+                link = f"[{text}](docs/benchmarks/{line.page}.md)"
+                rows.append((medians[peer], [line.work, line.instead[peer], link]))
+    if not won:
+        rows.sort(key=lambda row: row[0])
+    return markdown(["work", "instead of", "ratio"], [cells for _, cells in rows[: MOST[won]]])
 
 
 def digits(figure: float) -> str:
@@ -122,23 +113,18 @@ def digits(figure: float) -> str:
     return f"{figure:.0f}" if figure >= 9.95 else f"{figure:#.2g}"
 
 
-def medians(
-    record: Mapping[str, Any], line: Line, candidates: Iterable[str]
-) -> list[tuple[float, float]]:
-    """Our median of this work in a result file, and that of the fastest of ``candidates``, if it
-    has both."""
-    found = {
-        row["candidate"]: row["median"]
-        for row in record["rows"]
-        if all(row.get(key) == value for key, value in line.where.items())
-    }
-    theirs = [found[name] for name in candidates if name in found]
-    return [(found[line.ours], min(theirs))] if theirs and line.ours in found else []
+def machines() -> str:
+    """What the tables are about."""
+    names = sorted({name for each in ratios() for by in each.values() for name in by})
+    known: dict[str, str] = {}
+    for line in LINES:
+        for record in records.load(line.name):
+            machine = record["machine"]
+            known[records.machine_name(machine)] = records.common_name(machine)
+    return f"Measured on 2 cores of {', '.join(known[name] for name in names)}."
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "first": first,
-    "wins": lambda: table(won=True),
+    "wins": lambda: f"{table(won=True)}\n\n{machines()}",
     "losses": lambda: table(won=False),
-    "killed": killed,
 }

@@ -20,6 +20,8 @@ from bench.report import pages, summary
 
 pytestmark = pytest.mark.project
 
+WORK = "MLP on 16 rows"
+
 
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("names", ["abcdef", "abcde"])
@@ -93,26 +95,46 @@ def test_results_of_uncommitted_changes_are_refused(
         records.load("pipe")
 
 
-def test_a_win_is_ahead_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def record(cpu: str, two_threads: float) -> dict[str, Any]:
-        seconds = {"1f1b": 1.0, "two threads": two_threads}
-        rows = [
-            {"case": "gpt, 8 chunks", "candidate": name, "median": median}
-            for name, median in seconds.items()
-        ]
-        return {"name": "train_step", "machine": {"cpu": cpu, "cores": 1}, "rows": rows}
+def test_tables_name_the_strongest_and_leave_machines_out_that_ran_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def record(line: summary.Line, cpu: str, factors: list[float]) -> dict[str, Any]:
+        medians = {line.ours: 1.0, **dict(zip(line.instead, factors, strict=False))}
+        rows = [{**line.where, "candidate": name, "median": s} for name, s in medians.items()]
+        return {"name": line.name, "machine": {"cpu": cpu, "cores": 1}, "rows": rows}
 
-    for slower, other, cells in ((2.0, 1.06, "2.0 1.1"), (9.97, 1.04, "10 1.0")):
-        found = {"train_step": [record("Z80", slower), record("6502", other)]}
-        monkeypatch.setattr(records, "load", lambda name, found=found: found.get(name, []))
-        tables = {won: summary.table(won=won).splitlines()[2:] for won in (True, False)}
-        (line,) = tables[cells == "2.0 1.1"]
-        links = " | ".join(
-            f"[{text}](bench/results/{folder}/train_step.json)"
-            for text, folder in zip(cells.split(), ("z80-1c", "6502-1c"), strict=True)
-        )
-        assert line == f"| training step of a GPT, 2 stages | two threads | {links} |"
-        assert not tables[cells != "2.0 1.1"]
+    sums, mlp = (line for line in summary.LINES if line.work in ("all-reduce of 64 KiB", WORK))
+    found = {
+        sums.name: [
+            record(sums, "Z80", [3.0, 2.0]),
+            record(sums, "6502", [2.5, 5.0]),  # Medians with the next: 3 and 3.5.
+            record(sums, "6800", [9.0]),
+        ],
+        mlp.name: [record(mlp, "Z80", [1.04, 2.0]), record(mlp, "6502", [0.5, 2.0])],
+    }
+    monkeypatch.setattr(records, "load", lambda name: found.get(name, []))
+    first, second = list(sums.instead.values())[:2]
+    wins = summary.table(won=True).splitlines()[2:]
+    assert wins == [f"| {sums.work} | {first} | [3.0](docs/benchmarks/collectives.md) |"]
+    assert second not in wins[0]
+    losses = summary.table(won=False).splitlines()[2:]
+    peer = next(iter(mlp.instead.values()))
+    assert losses == [f"| {WORK} | {peer} | [0.77](docs/benchmarks/tensor_parallel.md) |"]
+    found[mlp.name] += [record(mlp, "6800", [0.1, 0.1])]
+    found["steps"] = [record(line, "Z80", [2.0]) for line in summary.LINES if line.name == "steps"]
+    assert "6800" in summary.machines()
+    del found[mlp.name][-1]
+    found["memory"] = [
+        record(line, "Z80", [2.0]) for line in summary.LINES if line.name == "memory"
+    ]
+    assert "6800" not in summary.machines() and "Z80" in summary.machines()
+
+
+def test_readme_has_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ratio, rows in ((2.0, 8), (0.5, 5)):
+        by_peer = [{next(iter(line.instead)): {"Z80": ratio}} for line in summary.LINES]
+        monkeypatch.setattr(summary, "ratios", lambda found=by_peer: found)
+        assert len(summary.table(won=ratio > 1).splitlines()) == 2 + rows
 
 
 @pytest.mark.full
