@@ -51,7 +51,7 @@ def _draw_timeline(axes: Axes, tasks: list[Task]) -> None:
         left, width = (task.begin - origin) * 1e3, (task.end - task.begin) * 1e3
         colour = ACTIONS[task.kind][1]
         axes.barh(task.stage, width, 0.8, left, color=colour, edgecolor="white", linewidth=0.5)
-        number = {"ha": "center", "va": "center", "fontsize": 8}
+        number: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
         axes.text(left + width / 2, task.stage, str(task.microbatch), **number)
     axes.set_facecolor("#eeeeee")
     axes.margins(x=0)

@@ -177,8 +177,11 @@ class Trainer:
         self._module: nn.Module = model if self._alone else pipe.partitions[rank]
         self._optimizer = torch.optim.AdamW(self._module.parameters(), LEARNING_RATE)
         self._first, self._last = self._alone or rank == 0, self._alone or rank == RANKS - 1
-        self._stage = None if self._alone else TimedStage(self._module, rank)
-        self._schedule = self._stage and Schedule1F1B(self._stage, CHUNKS, loss_fn=token_loss)
+        self._stage: Any = None  # Alone, it has no schedule either.
+        self._schedule: Any = None
+        if not self._alone:
+            self._stage = TimedStage(self._module, rank)
+            self._schedule = Schedule1F1B(self._stage, CHUNKS, loss_fn=token_loss)
 
     def __call__(self, method: str, *arguments: Any) -> Any:
         return getattr(self, method)(*arguments)
@@ -207,7 +210,7 @@ class Trainer:
     def _run(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
         self._stage.tasks.clear()
-        given = {"target": y, "losses": losses} if self._last else {}
+        given: dict[str, Any] = {"target": y, "losses": losses} if self._last else {}
         self._schedule.step(*([x] if self._first else []), **given)
         return losses
 
@@ -222,7 +225,8 @@ class Trainer:
 
     def last_tasks(self) -> list[Task]:
         """Of the last step."""
-        return self._stage.tasks
+        tasks: list[Task] = self._stage.tasks
+        return tasks
 
     def weights(self) -> dict[str, Any]:
         """By their names in the model."""
