@@ -18,11 +18,13 @@
 #                   finds both; the end of make test-all
 #   make model      the device protocols under PTX's memory model, and all states of the models of the
 #                   signal protocol; the latter need SPIN (apt-get install spin)
+#   make coverage   which lines of the package the gate runs, the least covered files first
 #   make soak       ten thousand random collectives, a thousand killed ranks (ARGS='--help')
 #   make bench      all benchmarks, then the tables of the pages and the plots (ARGS='micro_batch': some;
 #                   ARGS=--quick: a look in five minutes, with the peers that are there)
 #   make bench-compare REV=COMMIT ARGS='NAME ...'
 #                   benchmarks of a commit and of this tree in turn, and their ratios
+#   make bench-host what fits this host, and its sockets: a report to send (docs/guides/sockets.md)
 #   make peers      what the benchmarks compare with, as far as pip can install it here
 #   make lint       ruff, clang-format, mypy
 #   make docs       the site, from docs/ and docstrings, into build/docs; only where they have changed
@@ -65,7 +67,7 @@ PAGES := $(shell find docs examples -type f -not -path '*/__pycache__/*' -not -p
 CSRC := $(shell find csrc \( -path csrc/tests -o -path csrc/model \) -prune -o -type f -print)
 
 .PHONY: demo check test test-all sanitize oldest-triton test-oldest test-newest test-cuda \
-  test-cuda-build model soak bench bench-compare peers lint docs cuda-check gpu-check bench-nccl wheel \
+  test-cuda-build coverage model soak bench bench-compare bench-host peers lint docs cuda-check gpu-check bench-nccl wheel \
   clean
 
 # Python compiles what it imports; all of torch at once would take half a minute.
@@ -88,7 +90,7 @@ $(BUILT): $(TOOLS) constraints.txt pyproject.toml setup.py pipekernels/_version.
 	touch $@
 
 # The extras of pyproject.toml, each for the targets that need it.
-$(DEMO) $(TESTS) $(LINT) $(DOCS) $(WHEEL): .venv/%.stamp: $(BUILT)
+$(DEMO) $(TESTS) $(LINT) $(DOCS) $(WHEEL) .venv/coverage.stamp: .venv/%.stamp: $(BUILT)
 	$(PIP) 'pipekernels[$*]'
 	touch $@
 
@@ -139,6 +141,11 @@ check: $(TESTS) $(LINT)
 
 test: $(TESTS)
 	$(SUITE) -m '$(GATE)' $(ARGS)
+
+# Ranks that a test kills tell nothing.
+coverage: $(TESTS) .venv/coverage.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -q -p no:xdist -m '$(GATE)' $(ARGS)
+	$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report --sort=cover
 
 test-all: $(TESTS) $(OLDEST_TRITON)
 	$(SUITE) $(ARGS)
@@ -200,6 +207,15 @@ soak: $(BUILT)
 bench: $(TESTS) $(if $(filter --quick,$(ARGS)),,peers)
 	$(BIN)/python -m bench $(ARGS)
 	$(if $(filter --quick,$(ARGS)),,$(BIN)/python -m bench.report)
+
+# One folder with all that a reader of the report asks for.
+bench-host: export OUT := $(CURDIR)/build/bench-host
+bench-host: $(TESTS) peers
+	mkdir -p $$OUT
+	{ lscpu; $(BIN)/pipekernels info; } > $$OUT/host.txt
+	$(BIN)/pipekernels run bench/host.py | tee $$OUT/sockets.txt
+	$(BIN)/python -m bench collectives torch_distributed steps decode tensor_parallel
+	tar -czf $$OUT.tar.gz -C build bench-host
 
 lint: $(LINT)
 	$(BIN)/ruff check
