@@ -27,8 +27,6 @@ from pipekernels.ops import concat_micro_batches, split_micro_batches
 
 CHUNKS = 8
 BASE = "torch"
-COLUMNS = ("GB/s", "wrong")
-WIDE = "gpu."  # Results of that name have a row per case.
 CONDITIONS = {
     "microbatches": CHUNKS,
     "threads": torch.get_num_threads(),

@@ -8,9 +8,9 @@ A benchmark is a module that has
   ``plan``, in its order;
 * ``BASE``: the candidate that the others are compared with: what a user would pick instead;
 * ``CONDITIONS``, for the result file and the page made of it;
-* ``COLUMNS``, further fields of rows that a page shows; ``table(rows, others)``, if
-  :func:`bench.report.tables.table` is not enough; ``plot(rows, path)``, if a page shows a plot;
-  ``UNIT`` of its samples, if that is not ``"seconds"``.
+* ``COLUMNS``, further fields of rows, where pages have a row per candidate;
+  ``table(rows, others)``, if :func:`bench.report.tables.table` is not enough; ``plot(rows, path)``,
+  if a page shows a plot; ``UNIT`` of its samples, if that is not ``"seconds"``.
 """
 
 from __future__ import annotations

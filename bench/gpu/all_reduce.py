@@ -41,8 +41,6 @@ GPU_QUICK = {
     case: GPU[case] for case in GPU if "2 ranks" in case and int(case.split()[3]) < 1 << 17
 }
 BASE = "copy"
-COLUMNS = ("busbw", "late", "wrong")
-WIDE = "gpu."  # Results of that name have a row per case.
 CONDITIONS = {
     "ranks": "threads, all on one GPU",
     "copy": "of ranks x size bytes, which moves 2 x ranks x size, as every all-reduce must",

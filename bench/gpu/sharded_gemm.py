@@ -74,8 +74,6 @@ TINY = products(TINY_MODELS, (8,), (3,), 0)
 GPU = dict.fromkeys(PRODUCTS, ALGORITHMS)
 GPU_QUICK = dict.fromkeys(TINY, ALGORITHMS)
 BASE = ("cublas",)
-COLUMNS = ("TFLOP/s", "error / cublas")
-WIDE = "gpu."  # Results of that name have a row per case.
 CONDITIONS = {
     "dtype": "bfloat16, random operands",
     "products": "device time, candidates in turn, medians; operands not in the cache",

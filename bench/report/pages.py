@@ -41,8 +41,7 @@ def body(name: str, rows: list[Row], others: Sequence[list[Row]] = ()) -> str:
     if hasattr(module, "table"):
         return str(module.table(rows, others))
     unit, columns = getattr(module, "UNIT", "seconds"), getattr(module, "COLUMNS", ())
-    wide = name.startswith(getattr(module, "WIDE", "nothing"))
-    return table(rows, others, module.BASE, unit, columns, wide)
+    return table(rows, others, module.BASE, unit, columns)
 
 
 def _machine(record: Mapping[str, Any]) -> str:

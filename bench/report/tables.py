@@ -70,10 +70,9 @@ def table(
     base: str | Sequence[str],
     unit: str = "seconds",
     columns: Sequence[str] = (),
-    wide: bool = False,
 ) -> str:
-    """A row per case and candidate, and a table per ``part`` of the rows; then what the rows say
-    that have a ``note``, or an ``error``.
+    """A table per ``part`` of the rows: a row per case, with a column per candidate; or, with
+    ``columns``, a row per case and candidate. Then the rows' ``note`` and ``error``.
 
     Args:
         rows: of the machine that the table is about.
@@ -82,7 +81,6 @@ def table(
             one.
         unit: of the figures, unless a row has its own: ``'seconds'`` or ``'bytes'``.
         columns: further fields of rows to show.
-        wide: a row per case, and a column per candidate with its median and ratio; no ranges.
     """
     measured = [row for row in rows if "median" in row]
     ratios, machines = speed_ups(rows, base), [speed_ups(each, base) for each in (rows, *others)]
@@ -100,12 +98,14 @@ def table(
         parts.setdefault(row.get("part", ""), []).append(line)
     texts, bases = [], [base] if isinstance(base, str) else base
     for part, lines in parts.items():
-        kept = [i for i in range(len(header)) if i < 3 or any(line[i] for line in lines)]
         present = dict.fromkeys(line[1] for line in lines if line[1] in bases)
         header[3] = f"{' or '.join(present)} / it"
-        body = markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
-        if wide:
-            body = by_case(lines, f"case; in brackets {header[3]}")
+        if columns:
+            kept = [i for i in range(len(header)) if i < 3 or any(line[i] for line in lines)]
+            body = markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
+        else:
+            ranges = f"; {header[4]}" * any(line[4] for line in lines)
+            body = by_case(lines, f"case; in brackets {header[3]}{ranges}")
         texts += [f"**{part}**", body, *means(part, ratios)] if part else [body]
     return "\n\n".join([*texts, *(row["note"] for row in rows if "note" in row)]) + errors(rows)
 
@@ -113,7 +113,10 @@ def table(
 def by_case(lines: Sequence[list[str]], title: str) -> str:
     """The lines of a table, with a row per case and a column per candidate."""
     names = list(dict.fromkeys(line[1] for line in lines))
-    cells = {(line[0], line[1]): line[2] + f" ({line[3]})" * bool(line[3]) for line in lines}
+    cells = {
+        (case, name): text + f" ({'; '.join(filter(None, of))})" * any(of)
+        for case, name, text, *of in lines
+    }
     cases = dict.fromkeys(line[0] for line in lines)
     told = [[case, *(cells.get((case, name), "") for name in names)] for case in cases]
     return markdown([title, *names], told)

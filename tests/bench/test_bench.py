@@ -68,7 +68,7 @@ def test_a_result_file_has_all_cases_or_is_not_written(
     monkeypatch.setenv("OUT", str(tmp_path))
     assert bench.main() == int(bool(broken or wrong))
     printed = capsys.readouterr().out
-    assert "| b | ours | 1.5 s |" in printed  # A case that fails stops no other.
+    assert "| b | 2 s (1.00) | 1.5 s (1.33) |" in printed  # A case that fails stops no other.
     assert ("* a: ValueError: no such library" in printed) == bool(broken)
     assert (tmp_path / "pipe.json").exists() == kept
     if kept:
