@@ -6,7 +6,6 @@ when its slowest rank is done. Sums are checked before and after.
 
 * ``ordinary``: ours on any tensor; ``symmetric``: on one of ``Communicator.empty``.
 * The streaming bound: every rank at once reads as many bytes as its tensor has, and writes as many.
-* Crowded: more ranks than cores; each rank times its own calls, the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from bench.harness import Options, Plan, Row
 from bench.peers import groups
 from bench.peers.groups import Group, Session
 from bench.peers.systems import ALGORITHMS
-from bench.report.tables import between, duration, markdown, microseconds, svg
+from bench.report.tables import between, markdown, microseconds, svg
 
 RANKS = 2
 SIZES = [2**exponent for exponent in range(10, 27, 2)]  # bytes
@@ -35,25 +34,15 @@ BOUNDS = ["copy", "in place"]
 VISITS = 5  # To every size and dtype, spread over the run: hosts may be slow for a minute.
 SECONDS = 2.5  # For all candidates in one visit, if that is enough for a round.
 
-CROWD = 8
-CROWD_SIZE = 4 << 10
-CROWD_CALLS = 3000
-CROWD_TURN = 20
-CROWD_SECONDS = 5.0  # For one candidate; those that spin wait for each other's time slices.
-
 SUMS = [*KINDS, *(f"{kind} {name}" for kind in KINDS for name in ALGORITHMS)]
 SIZE_CASES = {f"{dtype}, {size} bytes": (size, dtype) for dtype in DTYPES for size in SIZES}
-CROWDED = f"{CROWD} ranks, {CROWD_SIZE} bytes"
-CANDIDATES = {
-    **dict.fromkeys(SIZE_CASES, (*SUMS, *PEERS, *BOUNDS)),
-    CROWDED: (*KINDS, *PEERS),
-}
+CANDIDATES = dict.fromkeys(SIZE_CASES, (*SUMS, *PEERS, *BOUNDS))
 QUICK = {f"float32, {1 << bits} bytes": [*KINDS, *PEERS, *BOUNDS] for bits in (10, 18, 22)}
 BASE = "Gloo"
 CONDITIONS = {
     "ranks": "processes of one intra-op thread, free to run on any core",
     "timing": f"systems in turn, {VISITS} visits to each size, slowest rank, medians; tensors "
-    "rewritten before each call; turns warmed up, not with 8 ranks",
+    "rewritten before each call; turns warmed up",
 }
 
 
@@ -162,42 +151,10 @@ def _rows(case: str, visits: list[Visit]) -> list[Row]:
     return rows
 
 
-def crowded(session: Session, quick: bool) -> list[Row]:
-    """Seconds per call, its 99th percentile, and how many calls were made in the time there was."""
-    calls = prepare(session, CROWD_SIZE, "float32", CANDIDATES[CROWDED])
-    limit, seconds = (100, 1.0) if quick else (CROWD_CALLS, CROWD_SECONDS)
-    wrong = check(calls)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    spent = dict.fromkeys(calls, 0.0)
-    waiting = list(calls)
-    turn = {"warmup": 0, "calls": CROWD_TURN, "together": False}
-    while waiting:
-        for name in waiting:
-            begin = time.monotonic()
-            group, _ = calls[name]
-            answers = group.call("measure", **turn, candidate=name)
-            samples[name] += slowest(answers)
-            spent[name] += time.monotonic() - begin
-        waiting = [n for n in waiting if len(samples[n]) < limit and spent[n] < seconds]
-    wrong_after = check(calls)
-    rows = []
-    for name, times in samples.items():
-        figures = harness.summary(times)
-        figures["p99"] = statistics.quantiles(times, n=100, method="inclusive")[-1]
-        figures |= {"calls": len(times), "wrong": wrong[name] + wrong_after[name]}
-        rows.append(row("crowded", name, calls[name][1], CROWD_SIZE, "float32", **figures))
-    return rows
-
-
 def measure(plan: Plan, options: Options) -> Iterator[list[Row]]:
-    """All sizes, then more ranks than cores."""
-    sizes = {case: names for case, names in plan.items() if case in SIZE_CASES}
-    if sizes:
-        with groups.session(["pipekernels", *PEERS, "streaming"], RANKS) as session:
-            yield from by_size(session, sizes, options.quick)
-    if CROWDED in plan:
-        with groups.session(["pipekernels", *PEERS], CROWD) as session:
-            yield groups.survived(session, partial(crowded, quick=options.quick))
+    """All sizes."""
+    with groups.session(["pipekernels", *PEERS, "streaming"], RANKS) as session:
+        yield from by_size(session, plan, options.quick)
 
 
 # ---- tables ----
@@ -210,7 +167,7 @@ def cases_of(rows: Sequence[Row]) -> Cases:
     """The rows of one call after another."""
     cases: Cases = {}
     for found in rows:
-        if found["part"] == "sizes":
+        if found["part"] == "sizes":  # Earlier result files have other parts.
             cases.setdefault((found["type"], found["size"]), {})[found["candidate"]] = found
     return cases
 
@@ -229,14 +186,6 @@ def table(rows: list[Row], others: Sequence[list[Row]] = ()) -> str:
     parts[f"Peers: {told}; us"] = _side_by_side(cases, there)
     alone = [name for name in SUMS if name.startswith(KINDS[0])]
     parts["Ordinary tensors: `auto` beside each algorithm; us"] = _side_by_side(cases, alone)
-    lines = [
-        [found["candidate"], duration(found["median"]), duration(found["p99"])]
-        for found in rows
-        if found["part"] == "crowded"
-    ]
-    parts[f"{CROWD} ranks, {CROWD_SIZE} bytes"] = markdown(
-        ["candidate", "median", "99th percentile"], lines
-    )
     return "\n\n".join(f"**{title}**\n\n{body}" for title, body in parts.items())
 
 

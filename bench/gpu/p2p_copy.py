@@ -10,8 +10,6 @@ at all. ``.to`` is torch's own, on one stream.
   next one has been issued, as pipelines do.
 * ``Pipe``: a first stage on the CPU that does nothing, a second one on the GPU.
 * Device map: a CPU model with a module on the GPU, by ``parallelize_pipeline``, called in a loop.
-* Transfer: the calling thread's time to issue the copies of small tensors, by a channel and by
-  torch's streams and ``copy_``: between two GPUs, or to the only one from pinned memory.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,9 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.harness import Options, Turns
-from bench.timing import call_seconds, synchronize
+from bench.timing import call_seconds
 from pipekernels import Pipe, ops, parallelize_pipeline, unparallelize_pipeline
-from pipekernels.device import streams
 from pipekernels.device.channel import channel
 
 CHUNKS = 16  # The first copy to the GPU, or the last one to the host, has nothing to hide behind.
@@ -37,7 +33,6 @@ WIDTH = 4096
 ROWS = (256, 2048)  # of a microbatch
 LONGER = 1.5  # times as long as its copy, the compute on a microbatch
 PRODUCTS = 16  # in a row, of which one's time is taken: launches of later ones cost nothing
-TRANSFERS = 20  # in a sample
 HOST = torch.device("cpu")
 APART = ("copies", "compute", "both")
 GPU: dict[str, tuple[str, ...]] = {
@@ -45,10 +40,7 @@ GPU: dict[str, tuple[str, ...]] = {
     for rows in ROWS
     for way in ("to the GPU", "to the GPU from pinned memory", "to the host", "Pipe", "device map")
 }
-GPU |= {f"transfer of {count}": ("channel", "torch") for count in (1, 8)}
-GPU_QUICK = {
-    f"{case.partition(',')[0]}, 4 rows": names for case, names in GPU.items() if "," in case
-}
+GPU_QUICK = {f"{case.partition(',')[0]}, 4 rows": names for case, names in GPU.items()}
 BASE = (".to", "torch")
 COLUMNS = ("hidden",)
 CONDITIONS = {
@@ -151,61 +143,8 @@ def of_model(way: str, one: Tensor, device: torch.device) -> tuple[Ways, Callabl
     }, undo
 
 
-class ByTorch:
-    """Copies by streams of torch's, without a channel's account of who holds which memory."""
-
-    def __init__(self, source: torch.device, target: torch.device) -> None:
-        self.source, self.target = source, target
-        self.leaving, self.arriving = torch.cuda.Stream(source), torch.cuda.Stream(target)
-        self.done: Any = None
-
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        origin = streams.current(self.source)
-        if origin is not None:
-            self.leaving.wait_event(origin.record_event())
-            if self.done is not None:
-                origin.wait_event(self.done)
-        copies = []
-        for tensor in tensors:
-            with streams.using(self.arriving):
-                copy = torch.empty_like(tensor, device=self.target)
-            with streams.using(self.leaving), streams.using(self.arriving):
-                copy.copy_(tensor, non_blocking=True)
-            copies.append(copy)
-        self.done = self.arriving.record_event()
-        streams.current(self.target).wait_event(self.done)
-        return copies
-
-
-def of_host(count: int, target: torch.device) -> dict[str, Callable[[], float]]:
-    """The calling thread's seconds for a transfer of ``count`` tensors."""
-    source = HOST
-    if torch.cuda.device_count() > 1:
-        source = torch.device("cuda", (target.index or 0) ^ 1)
-    tensors = [torch.ones(1024, device=source, pin_memory=source == HOST) for _ in range(count)]
-    way = channel(source, target)
-    by_torch = ByTorch(source, target)
-
-    def timed(transfer: Callable[[], Any]) -> Callable[[], float]:
-        def turn() -> float:
-            synchronize(target)
-            begin = time.perf_counter()
-            for _ in range(TRANSFERS):
-                transfer()
-            seconds = (time.perf_counter() - begin) / TRANSFERS
-            synchronize(target)
-            return seconds
-
-        return turn
-
-    ways = {"channel": lambda: way.send(tensors)[1].wait(), "torch": lambda: by_torch(tensors)}
-    return {name: timed(transfer) for name, transfer in ways.items()}
-
-
 def hidden(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
-    """The share of the copies that is hidden, of those that have both."""
-    if "copies" not in medians:
-        return {}
+    """The share of the copies that is hidden, where a case has both."""
     apart = medians["copies"] + medians["compute"]
     return {
         name: {"hidden": (apart - medians[name]) / medians["copies"]}
@@ -216,8 +155,6 @@ def hidden(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
 
 def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     """One way, with microbatches of one size."""
-    if case.startswith("transfer"):
-        return Turns(of_host(int(case.split()[-1]), options.device), 1, 51)
     way, _, rows = case.partition(", ")
     width = 64 if options.quick else WIDTH
     one = torch.randn(int(rows.split()[0]), width).to(torch.bfloat16)
