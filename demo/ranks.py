@@ -1,7 +1,7 @@
 """Processes of one thread each that take turns when asked, and sleep in between.
 
-They are forked from one server, which imports torch and transformers once. They are killed at the
-end of the ``with`` block, and exit by themselves when the demo has died.
+They are forked from one server, which imports torch and transformers once. They end with the
+``with`` block, and when the demo has died.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 RANKS = 2
 LIMIT = 120.0  # Seconds for a turn; the first includes imports and preparations.
+PATIENCE = 3.0  # Seconds for a process to end by itself.
 PRELOADED = ["demo.__main__", "transformers.models.llama.modeling_llama"]
 
 Turn = Callable[..., Any]
@@ -42,6 +43,7 @@ def processes(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # A pool would outlive its rank.
     # The server and its children inherit this: Ctrl-C ends the demo, which kills them.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -63,7 +65,10 @@ def processes(
                 connections.append(ours)
             yield partial(_take_turns, connections)
         finally:
+            for connection in connections:
+                connection.close()  # An idle process returns.
             for process in started:
+                process.join(PATIENCE)
                 process.kill()
                 process.join()
 
@@ -93,7 +98,6 @@ def _serve(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # A pool would outlive the demo.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # A host name may not resolve.
     dist.init_process_group(*group)
     turn = prepare(dist.get_rank(), *arguments)
