@@ -36,7 +36,6 @@ import torch
 from bench.harness import Options, Plan, Row, alternate, summary
 from bench.peers.decoders import CHECKED, WORKS, Generated, ctranslate2, llama_cpp, serve
 from bench.processes import Processes, Serve, join, repeated, started
-from bench.report.tables import svg
 
 RANKS = 2
 LENGTH = max(work.prompt + work.new for work in WORKS.values())
@@ -91,7 +90,6 @@ CASES = {
     "experts, bfloat16": ("Mixtral", torch.bfloat16),
     "experts, int8": ("Mixtral", torch.bfloat16),
 }
-PLOTTED = "float32", "bfloat16"
 BOTH = "pipekernels", "pipekernels, compiled"
 BARE = "two threads", "two threads, compiled"
 READ = "a read of the weights"
@@ -283,29 +281,3 @@ def _rows(case: str, part: str, runners: dict[str, Processes]) -> list[Row]:
         {"part": part, "case": case, "candidate": name, **summary(found)}
         for name, found in alternate(timed, warmup=1, rounds=3).items()
     ]
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Tokens per second: a bar per candidate, an axis per dtype of the Llama, as an SVG file."""
-    from matplotlib.patches import Patch
-
-    with svg(path, len(PLOTTED), width=6.5, height=3, share=False) as axes:
-        for axis, case in zip(axes, PLOTTED, strict=True):
-            found = [
-                row
-                for row in rows
-                if (row.get("part", "a token"), row["case"]) == ("a token", case)
-            ]
-            found.sort(key=lambda row: -row["median"])
-            names = [
-                row["candidate"].replace("transformers,", "transformers' plan,") for row in found
-            ]
-            colours = ["C0" if "pipekernels" in name else "C7" for name in names]
-            speeds = [1 / row["median"] for row in found]
-            bars = axis.barh(names, speeds, color=colours)
-            axis.bar_label(bars, fmt="%.0f", padding=3)
-            axis.set(title=f"Llama of 110 M parameters, {case}", xlabel="tokens/s")
-            axis.margins(x=0.15)
-        legend = {"C0": "with pipekernels", "C7": "without"}
-        patches = [Patch(color=colour, label=label) for colour, label in legend.items()]
-        axes[-1].legend(handles=patches, loc="lower right")

@@ -147,20 +147,17 @@ def errors(rows: Sequence[Row]) -> str:
 
 
 @contextlib.contextmanager
-def svg(
-    path: Path, count: int = 1, *, width: float = 5.5, height: float = 4.5, share: bool = True
-) -> Iterator[Any]:
-    """``count`` axes side by side, of ``width x height`` inches each, under the name of the machine
-    of the result file beside ``path``, an SVG file that is identical for the same data."""
+def svg(path: Path, count: int) -> Iterator[Any]:
+    """``count`` axes side by side, under the name of the machine of the result file beside
+    ``path``, an SVG file that is identical for the same data."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams |= {"svg.hashsalt": "pipekernels", "svg.fonttype": "none"}
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        1, count, figsize=(width * count, height), sharey=share, squeeze=False
-    )
+    size = 5.5 * count, 4.5  # Inches.
+    figure, axes = pyplot.subplots(1, count, figsize=size, sharey=True, squeeze=False)
     record = records.read(path.with_suffix(".json"))
     figure.suptitle(f"{records.common_name(record['machine'])}, {record['machine']['cores']} cores")
     yield axes[0]
