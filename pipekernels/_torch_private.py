@@ -125,13 +125,6 @@ def function_of(node: Node) -> type[torch.autograd.Function] | None:
     return function
 
 
-saved_tensors_hooks = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignores_tracing: None
-)
-"""Called with True: this thread's hooks of ``torch.autograd.graph.saved_tensors_hooks()``, which do
-not apply to other threads, or None. Always None in torch 2.6, which has no query for it."""
-
-
 def has_hooks(tensor: Tensor) -> bool:
     """Whether hooks are registered on ``tensor``."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
@@ -282,14 +275,10 @@ def end_with(shown: Any, future: torch.futures.Future[Any]) -> None:
     shown._call_end_callbacks_on_future(future)
 
 
-function_mode_count = torch._C._len_torch_function_stack
-"""The number of active ``TorchFunctionMode`` objects of this thread."""
-
-
 def function_modes() -> list[Any]:
     """The active ``TorchFunctionMode`` objects of this thread, outermost first; the default device
     is one of them."""
-    return [torch._C._get_function_stack_at(i) for i in range(function_mode_count())]
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
 # ---- containers ----

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import LIMIT, pipes
+from support import LIMIT
+from support.pipes import run_apart
 
 from pipekernels import _backend
 
@@ -109,22 +110,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["inline", "threads"])
-def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each ``execution`` in turn, also the default one of the pipes in :mod:`support.pipes`."""
-    monkeypatch.setattr(pipes, "execution", request.param)
+@pytest.fixture(params=["fused", "apart"])
+def tasks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether one task runs all stages of a pipe on one device, or each has its own, as on several
+    devices."""
+    if request.param == "apart":
+        run_apart(monkeypatch)
     return request.param
 
 
-@pytest.fixture(params=["inline", "threads", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture(params=["fused", "apart", pytest.param("cuda", marks=pytest.mark.cuda)])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The device of all stages, which is torch's default device during the test.
-
-    On the CPU, once for each ``execution``, the default one of the pipes in :mod:`support.pipes`;
-    then on a CUDA device.
-    """
+    """The device of all stages, which is torch's default device during the test: on the CPU, once
+    for each of ``tasks``, then on a CUDA device."""
+    if request.param == "apart":
+        run_apart(monkeypatch)
     if request.param != "cuda":
-        monkeypatch.setattr(pipes, "execution", request.param)
         return torch.device("cpu")
     device = _cuda_device()
     torch.set_default_device(device)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -42,7 +41,7 @@ def _narrow(case: str, make: Callable[..., nn.Module] | None) -> Callable[[], fl
     if make is not None:
         options = {"devices": ["cpu"] * STAGES, "chunks": chunks, "checkpoint": checkpoint}
         module, parts = make(module, [8] * STAGES, **options), 1
-    run = warm(loop(module, x, grad, chunks=parts, clock=time.process_time))
+    run = warm(loop(module, x, grad, threads=1, chunks=parts, clock=time.process_time))
     run()
     check(module.parameters(), gradients(build(64), x, grad))
     return run
@@ -56,7 +55,7 @@ def _torchgpipe(rank: int, port: int, serve: Serve, case: str) -> None:
 
 def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     """The pipes of a case, beside none."""
-    makers = {"no pipe": None, "pipekernels": partial(Pipe, execution="inline")}
+    makers = {"no pipe": None, "pipekernels": Pipe}
     runners: dict[str, Any] = {
         name: _narrow(case, makers[name]) for name in names if name in makers
     }

@@ -1,14 +1,16 @@
 """Pipe against a plain loop and against every pipeline that pip can install, on CPU stages.
 
-Forward and backward of 8 x (Linear + GELU), 2 stages, 8 chunks, no checkpointing, one intra-op
-thread per worker:
+Forward and backward of 8 x (Linear + GELU), 2 stages, 8 chunks, no checkpointing, two intra-op
+threads in all:
 
 * ``sequential``: the bare module on the whole batch, one thread.
-* ``two threads``: the same with as many threads as the pipes have.
-* ``loop``: the bare module over the same 8 micro-batches, one thread: gradient accumulation.
-* ``pipekernels``: two lanes of one thread each.
-* ``fairscale``, ``torchgpipe``: ``devices=['cpu', 'cpu']``, for which both start one worker.
-* ``torch.distributed.pipelining``: one process per stage, ScheduleGPipe, Gloo; slower rank's time.
+* ``two threads``: the same with two.
+* ``loop``: the bare module over the same 8 micro-batches, two threads: gradient accumulation.
+* ``pipekernels``: two threads.
+* ``fairscale``, ``torchgpipe``: ``devices=['cpu', 'cpu']``, for which both start one worker; two
+  threads.
+* ``torch.distributed.pipelining``: one process of one thread per stage, ScheduleGPipe, Gloo; slower
+  rank's time.
 
 Before they are timed, their gradients are compared with those of the bare module.
 """
@@ -41,7 +43,8 @@ BASE = "two threads"
 CONDITIONS = {
     "model": f"{LAYERS} x (Linear + GELU), float32; wide: width 512, batch 2048; narrow: width 64, "
     "batch 256",
-    "pipeline": f"{STAGES} stages, {CHUNKS} chunks, no checkpointing, one thread per worker",
+    "pipeline": f"{STAGES} stages, {CHUNKS} chunks, no checkpointing, two threads; "
+    "sequential: one; torch.distributed.pipelining: one per stage",
     "timing": "forward and backward, candidates in turn, each with one step that does not count "
     "and one that does; medians",
 }
@@ -118,8 +121,8 @@ def warm(turn: Callable[[], float]) -> Callable[[], float]:
 
 
 def loop(
-    module: nn.Module, x: torch.Tensor, grad: torch.Tensor, *, chunks: int = CHUNKS,
-    clock: Clock = time.perf_counter,
+    module: nn.Module, x: torch.Tensor, grad: torch.Tensor, *, threads: int,
+    chunks: int = CHUNKS, clock: Clock = time.perf_counter,
 ) -> Callable[[], float]:  # fmt: skip
     """A plain loop over the microbatches."""
 
@@ -127,13 +130,13 @@ def loop(
         for part, part_grad in zip(x.chunk(chunks), grad.chunk(chunks), strict=True):
             module(part).backward(part_grad)
 
-    return timed(module, 1, step, clock=clock)
+    return timed(module, threads, step, clock=clock)
 
 
-def _checked(module: nn.Module, width: int, batch: int, threads: int = 1) -> Callable[[], float]:
+def _checked(module: nn.Module, width: int, batch: int) -> Callable[[], float]:
     """Warm steps of ``module``, whose gradients are right."""
     x, grad = data(width, batch)
-    run = step(module, x, grad, threads=threads)
+    run = step(module, x, grad, threads=STAGES)
     run()
     check(module.parameters(), gradients(build(width), x, grad))
     return warm(run)
@@ -190,11 +193,10 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     here = {
         "sequential": warm(step(build(width), x, grad, threads=1)),
         "two threads": warm(step(build(width), x, grad, threads=STAGES)),
-        "loop": warm(loop(build(width), x, grad)),
-        "pipekernels": _checked(Pipe(build(width), BALANCE, **OPTIONS), width, batch, STAGES),
+        "loop": warm(loop(build(width), x, grad, threads=STAGES)),
+        "pipekernels": _checked(Pipe(build(width), BALANCE, **OPTIONS), width, batch),
     }
     others = started(PROCESSES, [name for name in names if name not in here], width, batch)
     runners = {name: found for name, found in (here | others).items() if name in names}
     rounds = (5 if options.quick else 42) * (1 if case == "wide" else 5)
-    # Pipe times its ways to run on its first passes, so the warm-up covers that.
-    return Turns(runners, 4 if options.quick else 7, rounds)
+    return Turns(runners, 3, rounds)

@@ -1,8 +1,8 @@
 """Training steps through ``Pipe`` under each schedule against the bare model, on CPU stages.
 
-2 stages, no checkpointing, one intra-op thread per lane. The time is that of forward, loss and
+2 stages, no checkpointing, two intra-op threads. The time is that of forward, loss and
 backward; ``sequential`` is the bare module on the whole batch with one thread, ``two threads`` the
-same with two. ``autograd`` is ``loss_fn(pipe(x), y).backward()``, the others are
+same with two, as the pipes have. ``autograd`` is ``loss_fn(pipe(x), y).backward()``, the others are
 ``pipe.train_step`` under the schedule of that name. Gradients are compared with those of the bare
 module before they are timed.
 """
@@ -38,7 +38,7 @@ GPT = (
 )
 CONDITIONS = {
     "gpt": GPT,
-    "pipeline": f"{STAGES} stages, no checkpointing, one thread per lane",
+    "pipeline": f"{STAGES} stages, no checkpointing, two threads; sequential: one",
     "timing": "forward, loss and backward, candidates in turn, medians",
 }
 Task = tuple[nn.Sequential, torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]
@@ -99,6 +99,5 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
         found[name] = timed(pipe, STAGES, partial(step, pipe, name))
         found[name]()
         check(pipe.parameters(), wanted)
-    # A pipe times its ways to run on its first passes; the warm-up covers that.
-    warmup, rounds = (2, 4) if options.quick else (11, 24)
+    warmup, rounds = (2, 4) if options.quick else (3, 24)
     return Turns({name: found[name] for name in names}, warmup, rounds)

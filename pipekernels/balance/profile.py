@@ -21,11 +21,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipekernels._torch_private import TorchDispatchMode, tree_map_only
+from pipekernels.comm import Communicator
 from pipekernels.ops.micro_batch import micro_batch_sizes
 from pipekernels.pipeline.context import generators_of, preserved
 from pipekernels.pipeline.microbatch import rows_of
 from pipekernels.pipeline.nested import flatten, tensors_in
-from pipekernels.pipeline.partition import has_collectives, layers
+from pipekernels.pipeline.partition import layers
 from pipekernels.pipeline.skip import Key, carried, skips_of
 
 PASSES = 3
@@ -48,7 +49,8 @@ def measure_seconds(
         raise ValueError(f"timeout is {timeout}; it must be a number of seconds, at least 0")
     for name, part in module.named_modules():
         # An extra call on one rank would pair with later calls of the others, perhaps silently.
-        if has_collectives(part):
+        on_mesh = any(hasattr(each, "device_mesh") for each in part._parameters.values())
+        if on_mesh or any(isinstance(each, Communicator) for each in vars(part).values()):
             raise ValueError(
                 f"{name!r}, a {type(part).__name__}, has collectives, which ranks would call a "
                 "different number of times while they measure; measure first, then shard "

@@ -107,7 +107,6 @@ class Scatter:
             self._parts = list(zip(*columns, strict=True))
         else:
             self._parts = split_micro_batches(tensors, batch.chunks, self.dim)
-        self.elements = sum([tensor.numel() for tensor in self._parts[0]])  # Of the largest.
         structure = batch.structure
         is_single = structure is SINGLE_TENSOR
         structures = (
@@ -165,8 +164,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 class OutputConsumer(Protocol):
-    """Receives the last stage's outputs and returns their gradients; only the worker of that stage
-    calls it."""
+    """Receives the last stage's outputs and returns their gradients."""
 
     parameter_grads: dict[int, torch.Tensor]
     """Gradients of parameters besides those of the stages, by id of the parameter."""

@@ -11,16 +11,8 @@ import torch
 from torch import nn
 
 from pipekernels._torch_private import module_has_hooks
-from pipekernels.comm import Communicator
 
 T = TypeVar("T")
-
-
-def has_collectives(module: nn.Module) -> bool:
-    """Whether ``module`` itself has a communicator, or parameters on a mesh (``DTensor``)."""
-    return any(
-        hasattr(parameter, "device_mesh") for parameter in module._parameters.values()
-    ) or any(isinstance(attribute, Communicator) for attribute in vars(module).values())
 
 
 def check_sequential(module: nn.Module) -> None:

@@ -21,7 +21,6 @@ from pipekernels.ops.dispatch import deny_tangents
 from pipekernels.pipeline.batchnorm import convert_deferred_batch_norm
 from pipekernels.pipeline.context import MODES, Mode
 from pipekernels.pipeline.engine.engine import Engine
-from pipekernels.pipeline.engine.execution import EXECUTIONS, Execution
 from pipekernels.pipeline.engine.losses import Losses, LossFunction, Targets
 from pipekernels.pipeline.engine.parameters import identity
 from pipekernels.pipeline.microbatch import Batch
@@ -46,7 +45,8 @@ _MOVE_DENIED = (
 
 class Pipe(nn.Module):
     """Runs an ``nn.Sequential`` as a pipeline: its layers are cut into stages, each input into
-    microbatches, and stages work on different microbatches at the same time::
+    microbatches, and stages on different GPUs work on different microbatches at the same time.
+    Stages on the CPU run in turn, each with all intra-op threads::
 
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
         pipe = Pipe(model, balance=[2, 2], devices=["cpu", "cpu"], chunks=8)
@@ -75,13 +75,6 @@ class Pipe(nn.Module):
         deferred_batch_norm: track BatchNorm's statistics over mini-batches rather than
             microbatches.
         batch_dim: dimension of all inputs and outputs along which they are cut and joined, from 0.
-        execution: how mini-batches run on CPUs. ``'auto'``: the faster of the others, measured for
-            each kind of mini-batch; the first of a kind runs inline, and is watched for random
-            numbers that threads cannot seed separately. ``'inline'``: on the calling thread.
-            ``'threads'``: a thread per lane of the schedule, unwatched: results do not depend on
-            timing if torch's Python functions draw all random numbers from the default generator,
-            and no layer sets its state (``torch.manual_seed``, ``fork_rng``). Stages that share
-            layers or have collectives run inline.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, holds a pipe or has a forward, parameters
@@ -103,7 +96,6 @@ class Pipe(nn.Module):
         checkpoint: Mode = "except_last",
         deferred_batch_norm: bool = False,
         batch_dim: int = 0,
-        execution: Execution = "auto",
     ) -> None:
         super().__init__()
         # 1. Arguments are checked before the module's layers are moved or converted.
@@ -117,10 +109,8 @@ class Pipe(nn.Module):
         self.chunks = integer("chunks", whole(chunks))
         self.batch_dim = integer("batch_dim", batch_dim, least=0)
         checkpoint = getattr(checkpoint, "value", checkpoint)  # Also an enum, as in fairscale.
-        choices = {"checkpoint": (checkpoint, MODES), "execution": (execution, EXECUTIONS)}
-        for name, (choice, known) in choices.items():
-            if choice not in known:
-                raise ValueError(f"{name} is {choice!r}; it must be one of {', '.join(known)}")
+        if checkpoint not in MODES:
+            raise ValueError(f"checkpoint is {checkpoint!r}; it must be one of {', '.join(MODES)}")
         verify_skippables(module)
         # 2. How many layers each stage has, and where it lives.
         gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -140,11 +130,10 @@ class Pipe(nn.Module):
         partitions = split_module(module, self.balance, chosen)
         self.devices: list[torch.device] = chosen[: len(partitions)]
         self.checkpoint = checkpoint
-        self.execution = execution
         self.partitions = nn.ModuleList(partitions)
         if deferred_batch_norm:
             convert_deferred_batch_norm(self.partitions, self.chunks)
-        self._engine = Engine(partitions, self.devices, execution)
+        self._engine = Engine(partitions, self.devices)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a mini-batch.
@@ -166,10 +155,9 @@ class Pipe(nn.Module):
             TypeError: the input, or what a stage returns, has no tensor.
             ValueError: the input cannot be split: no batch dimension, or batch sizes differ; or
                 the outputs of microbatches cannot be joined along ``batch_dim``.
-            RuntimeError: inside a transform of ``torch.func``, or with tangents (forward-mode
-                differentiation); or an entry of ``partitions`` has been replaced.
-
-        A pipe cannot be traced or exported: trace ``pipe.to_sequential()``.
+            RuntimeError: inside a transform of ``torch.func``, with tangents (forward-mode
+                differentiation), or traced or exported (use ``pipe.to_sequential()``); or an entry
+                of ``partitions`` has been replaced.
         """
         value = inputs[0] if len(inputs) == 1 and not kwargs else Arguments(inputs, kwargs)
         if not self.partitions:
@@ -177,7 +165,7 @@ class Pipe(nn.Module):
             return self.to_sequential()(*inputs, **kwargs)
         return self._run(value)
 
-    # torch.compile supports neither workers nor their locks.
+    # torch.compile does not support locks.
     @disable_dynamo
     def _run(self, value: Any) -> Any:
         checkpoint = self.checkpoint if self.training else "never"
@@ -205,9 +193,8 @@ class Pipe(nn.Module):
                 or a dict of them.
             target: tensors of the same batch size, split like the input; None if ``loss_fn`` takes
                 outputs only.
-            loss_fn: called on the last stage's worker as ``loss_fn(output, target)``, for one
-                microbatch; returns a scalar, or a tuple of a scalar and other values to return,
-                at least one of which is a tensor.
+            loss_fn: called as ``loss_fn(output, target)``, for one microbatch; returns a scalar, or
+                a tuple of a scalar and other values to return, at least one of which is a tensor.
             schedule: ``'gpipe'``, ``'1f1b'``, ``'interleaved'`` or ``'zb-h1'``.
             lanes: for ``'interleaved'``: lane ``i`` runs the stages ``i``, ``i + lanes``, ...
             loss_reduction: how ``loss_fn`` reduces its rows: ``'mean'`` (microbatches are
@@ -254,6 +241,8 @@ class Pipe(nn.Module):
                 "a new pipe"
             )
         tensors, structure = flatten(value, "input", is_batch=True)
+        if torch.jit.is_tracing():
+            raise RuntimeError("a Pipe cannot be traced; trace pipe.to_sequential()")
         if in_forward_mode():
             deny_tangents("a Pipe", chain(tensors, self.parameters()))
         return Batch(tensors, structure, self.chunks, self.batch_dim)
@@ -320,4 +309,4 @@ class Pipe(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         partitions: Any = list(self.partitions)
-        self._engine = Engine(partitions, self.devices, self.execution)
+        self._engine = Engine(partitions, self.devices)

@@ -11,7 +11,6 @@ from torch import nn
 
 from pipekernels._arguments import check_kind, integer
 from pipekernels.pipeline.context import Mode
-from pipekernels.pipeline.engine.execution import Execution
 from pipekernels.pipeline.partition import check_sequential, does_more
 from pipekernels.pipeline.pipe import Pipe
 
@@ -53,7 +52,7 @@ class PipelineParallel(Pipe):
         stages: in any order; their indices are 0 to n - 1. The layers that they have now run:
             add or replace others in ``partitions``.
         num_micro_batches: the most microbatches per input.
-        checkpoint, execution: see ``Pipe``.
+        checkpoint: see ``Pipe``.
 
     Raises:
         TypeError: a stage is not a :class:`PipelineStage`, or has more than its layers, such as
@@ -68,7 +67,6 @@ class PipelineParallel(Pipe):
         num_micro_batches: int,
         *,
         checkpoint: Mode = "never",
-        execution: Execution = "auto",
     ) -> None:
         ordered = _in_order(stages)
         chunks = integer("num_micro_batches", num_micro_batches)
@@ -81,7 +79,6 @@ class PipelineParallel(Pipe):
             devices=_devices(ordered),
             chunks=chunks,
             checkpoint=checkpoint,
-            execution=execution,
         )
         # Tuples, so that they are not registered as submodules, which the partitions' layers are.
         self._stages = tuple(ordered)

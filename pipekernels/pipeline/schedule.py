@@ -1,5 +1,5 @@
-"""Pipeline schedules as data: the actions of each lane, in order; a worker runs a lane. No tensors
-and threads here: the engine runs programs, :func:`simulate` predicts their times."""
+"""Pipeline schedules as data: the actions of each lane, in order. No tensors here: the engine runs
+programs, :func:`simulate` predicts their times."""
 
 from __future__ import annotations
 
@@ -35,18 +35,6 @@ class Program:
         self.lanes = tuple(tuple(lane) for lane in lanes)
 
     @cached_property
-    def receivers(self) -> dict[Action, Action]:
-        """For each action, if there is one, the action that gets its result."""
-        # Between stages only: what a stage keeps for its own backward does not travel.
-        needs = {action: _needs(action) for lane in self.lanes for action in lane}
-        return {
-            sender: action
-            for action, needed in needs.items()
-            for sender in needed & needs.keys()
-            if sender.stage != action.stage
-        }
-
-    @cached_property
     def order(self) -> tuple[Action, ...]:
         """All actions, in an order in which a single thread can run them: backwards first, then
         microbatches furthest along, so that few are in flight. A ValueError if the lanes wait for
@@ -57,6 +45,11 @@ class Program:
     def lane_of(self) -> dict[int, int]:
         """The lane of each stage."""
         return {action.stage: i for i, lane in enumerate(self.lanes) for action in lane}
+
+    @cached_property
+    def is_split(self) -> bool:
+        """Whether there are backwards in two parts."""
+        return any(action.type == "I" for action in self.order)
 
     @cached_property
     def forwards(self) -> Program:
@@ -85,7 +78,6 @@ def _lane(forwards: Pairs, backwards: Pairs, ahead: int, lag: int = 0) -> list[A
     return [*later[:ahead], *(action for turn in turns for action in turn if action is not None)]
 
 
-@lru_cache(maxsize=256)
 def gpipe(stages: int, micro_batches: int) -> Program:
     """GPipe (Huang et al., 2019): every forward, then every backward, the last microbatch first:
     ``checkpoint='except_last'`` keeps its activations, so earlier stages can begin while the others
@@ -97,7 +89,6 @@ def gpipe(stages: int, micro_batches: int) -> Program:
     return Program(lanes)
 
 
-@lru_cache(maxsize=256)
 def one_f_one_b(stages: int, micro_batches: int) -> Program:
     """1F1B (Narayanan et al., PipeDream, 2019, with a flush): after ``stages - stage`` forwards, a
     backward and a forward in turn. A stage holds the activations of at most ``stages - stage``
@@ -105,7 +96,6 @@ def one_f_one_b(stages: int, micro_batches: int) -> Program:
     return interleaved(stages, stages, micro_batches)
 
 
-@lru_cache(maxsize=256)
 def zb_h1(stages: int, micro_batches: int) -> Program:
     """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): 1F1B with backwards in two parts,
     so that gradients reach earlier stages sooner and the second parts fill the bubble at the end. A
@@ -117,7 +107,6 @@ def zb_h1(stages: int, micro_batches: int) -> Program:
     return Program(lanes)
 
 
-@lru_cache(maxsize=256)
 def interleaved(lanes: int, stages: int, micro_batches: int) -> Program:
     """Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021): lane ``i`` runs the stages ``i``,
     ``i + lanes``, ``i + 2 * lanes``, ... More stages per lane, of which ``stages`` is a multiple,
@@ -175,6 +164,7 @@ class Schedule:
             )
         return lanes
 
+    @lru_cache(maxsize=256)  # noqa: B019 (There are few schedules.)
     def program(self, stages: int, micro_batches: int) -> Program:
         lanes = () if self.interleave is None else (self.lanes(stages),)
         return SCHEDULES[self.name](*lanes, stages, micro_batches)

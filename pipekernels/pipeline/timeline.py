@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,27 +79,24 @@ class Timeline:
 
     @contextmanager
     def recorded(
-        self,
-        compute: Callable[[Action, Any], Any],
-        program: Program,
-        clock_of: Callable[[int], Callable[[], Mark]],
-    ) -> Iterator[Callable[[Action, Any], Any]]:
-        """Yield a version of ``compute`` that records each action of ``program``, on any thread;
-        ``clock_of`` returns the clock of a stage."""
+        self, program: Program, clocks: Sequence[Callable[[], Mark]]
+    ) -> Iterator[Callable[[Action], AbstractContextManager[None]]]:
+        """Yield what makes, of each action of ``program``, a context that records it; ``clocks``
+        are those of the stages."""
         events: list[Event] = []
         self.phases.append(Phase(program, events))
         marks: list[tuple[Action, Mark, Mark]] = []
 
         # Marks are read when the phase has ended: reading one may wait for the device.
-        def recording(action: Action, value: Any) -> Any:
-            mark = clock_of(action.stage)
+        @contextmanager
+        def shown(action: Action) -> Iterator[None]:
+            mark = clocks[action.stage]
             start = mark()
-            result = compute(action, value)
+            yield
             marks.append((action, start, mark()))
-            return result
 
         try:
-            yield recording
+            yield shown
         finally:
             events += [Event(action, start(), end()) for action, start, end in marks]
 

@@ -44,7 +44,7 @@ def grads(module: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_loss_of_an_attribute_is_refused(execution: str, mode: str, stage: int) -> None:
+def test_a_loss_of_an_attribute_is_refused(tasks: str, mode: str, stage: int) -> None:
     pipe = make(Leaves, checkpoint=mode)
     output = pipe(rows())
     # torch finds the graph freed where it comes to the attribute after the pipe.
@@ -60,7 +60,7 @@ def test_a_loss_of_an_attribute_is_refused(execution: str, mode: str, stage: int
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("stage", [0, 2])
-def test_an_attribute_in_a_step_is_refused(execution: str, schedule: str, stage: int) -> None:
+def test_an_attribute_in_a_step_is_refused(tasks: str, schedule: str, stage: int) -> None:
     pipe = make(Leaves)
 
     def loss(output: torch.Tensor, _: Any) -> torch.Tensor:
@@ -148,7 +148,7 @@ class Step(nn.Linear):
         return State(hidden, [{"x": value.inner[0]["x"] + hidden}], value.steps + 1)
 
 
-def test_registered_classes_pass_between_stages(execution: str) -> None:
+def test_registered_classes_pass_between_stages(tasks: str) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(Step(4, 4), Step(4, 4), Step(4, 4)).double()
     pipe = pipe_of(*module, chunks=CHUNKS)

@@ -1,35 +1,26 @@
 """A pipe has the bits of the plain loop over its microbatches, and the results of the model.
 
-Every schedule, execution, mode of checkpointing and place, with models of all kinds of values.
+Every schedule, mode of checkpointing and place, with models of all kinds of values.
 """
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from support.levels import pairwise
-from support.loops import WAYS, Loop, cut, lanes_for, loss_of, results
+from support.loops import WAYS, Loop, cut, loss_of, results
 from support.pipe_models import CHUNKS, MODELS, Model
 from support.ranks import run_processes
 from support.spmd_cases import line, run
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from pipekernels import Communicator, Pipe, move_to_device
 from pipekernels.pipeline.context import MODES
-from pipekernels.pipeline.engine.workers import intra_op_threads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-EXECUTIONS = ("inline", "threads", "auto", "threads, in a mode")
-
-
-class Watching(TorchFunctionMode):
-    """While a mode is active, a pipe stays on the caller's thread."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
+# Whether one task runs all stages, or each is shown and so has its own.
+SHOWN = (False, True)
 
 
 def loop_of(model: Model, dtype: torch.dtype, chunks: int = CHUNKS) -> tuple[Loop, nn.Sequential]:
@@ -43,10 +34,13 @@ def autocast(model: Model):
 
 
 @pytest.mark.parametrize(
-    *pairwise(name=list(MODELS), way=WAYS, execution=EXECUTIONS, checkpoint=MODES)
+    *pairwise(name=list(MODELS), way=WAYS, is_shown=SHOWN, checkpoint=MODES, threads=[1, 2])
 )
-def test_bits_of_the_loop(name: str, way: str, execution: str, checkpoint: str) -> None:
-    """Twice, as the second mini-batch may run otherwise than the first, which is observed."""
+def test_bits_of_the_loop(
+    name: str, way: str, is_shown: bool, checkpoint: str, threads: int
+) -> None:
+    """Twice, as the second mini-batch reuses what the first has made."""
+    torch.set_num_threads(threads)
     model = MODELS[name]
     dtype = torch.float64 if model.has_sums else torch.float32
     args, stages = model.inputs(dtype), len(model.balance)
@@ -54,14 +48,11 @@ def test_bits_of_the_loop(name: str, way: str, execution: str, checkpoint: str) 
     with autocast(model):
         expected = [results(loop, way, args, plain, stages, model.loss) for _ in range(2)]
     module = model.build(dtype)
-    execution, _, mode = execution.partition(", ")
     pipe = Pipe(
         module, model.balance, devices=["cpu"] * stages, chunks=CHUNKS, checkpoint=checkpoint,
-        execution=execution, **model.options,
+        **model.options,
     )  # fmt: skip
-    # Each worker has one of the intra-op threads.
-    lanes = min(lanes_for(way, stages).get("lanes", stages), CHUNKS)
-    with intra_op_threads(lanes), autocast(model), Watching() if mode else nullcontext():
+    with autocast(model), pipe.timeline() if is_shown else nullcontext():
         found = [results(pipe, way, args, module, stages, model.loss) for _ in range(2)]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 if model.has_sums else 0)
 
@@ -71,18 +62,18 @@ SUMMED = [name for name, model in MODELS.items() if model.has_sums]
 
 @pytest.mark.parametrize(*pairwise(name=SUMMED, way=WAYS, checkpoint=MODES))
 def test_bits_of_gradients_that_are_sums(name: str, way: str, checkpoint: str) -> None:
-    """They are the same in all executions, and while a timeline records."""
+    """They are the same while a timeline records."""
     model, found = MODELS[name], []
-    for execution in (*EXECUTIONS, "inline, recorded"):
+    for is_shown in SHOWN:
         module, args = model.build(torch.float32), model.inputs(torch.float32)
         pipe = Pipe(
             module, model.balance, devices=["cpu"] * len(model.balance), chunks=CHUNKS,
-            checkpoint=checkpoint, execution=execution.partition(",")[0],
+            checkpoint=checkpoint,
         )  # fmt: skip
-        with pipe.timeline() if "recorded" in execution else nullcontext():
+        with pipe.timeline() if is_shown else nullcontext():
             runs = [results(pipe, way, args, module, len(model.balance)) for _ in range(2)]
         found.append(runs)
-    torch.testing.assert_close(found, [found[0]] * len(found), rtol=0, atol=0)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 BY_ROW = [name for name, model in MODELS.items() if model.is_by_row]

@@ -138,7 +138,8 @@ def test_outputs_have_memory_of_their_own(chunks: int, place: torch.device) -> N
         def forward(self, x):
             return x, x.view(-1, 2), self.weight.view(1, 2).expand(len(x), 2)
 
-    pipe = on(place, nn.Sequential(nn.Flatten(), Views(2, 1)), [1, 1], chunks=chunks)
+    module = nn.Sequential(nn.Flatten(), Views(2, 1))
+    pipe = on(place, module, [1, 1], chunks=chunks, checkpoint="always")
     x = torch.ones(4, 2, 1).requires_grad_()
     weight = pipe[1].weight.detach().clone()
     outputs = pipe(x)
@@ -192,7 +193,7 @@ def step(pipe: Pipe, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("name", VIEWS)
 def test_the_input_is_kept_by_layers_that_write_to_views_of_it(
-    name: str, checkpoint: str, chunks: int, run: Callable[..., None], execution: str
+    name: str, checkpoint: str, chunks: int, run: Callable[..., None], tasks: str
 ) -> None:
     pipe = pipe_of(*VIEWS[name], nn.PReLU(), chunks=chunks, checkpoint=checkpoint)
     data = torch.randn(4, 6, 2)

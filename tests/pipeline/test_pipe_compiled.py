@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 @pytest.mark.compile
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_compiled_layers(checkpoint: str, execution: str) -> None:
+def test_compiled_layers(checkpoint: str, tasks: str) -> None:
     module, x = mlp(), torch.randn(6, 4, dtype=torch.float64)
     compiled = nn.Sequential(*(torch.compile(layer, backend="aot_eager") for layer in module))
     pipe = on_cpus(compiled, [2, 2], chunks=2, checkpoint=checkpoint)
@@ -23,7 +23,7 @@ def test_compiled_layers(checkpoint: str, execution: str) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit.script does not support it")
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_scripted_layers(checkpoint: str, execution: str) -> None:
+def test_scripted_layers(checkpoint: str, tasks: str) -> None:
     layers = [*mlp(), nn.BatchNorm1d(2).double().eval()]
     module = nn.Sequential(*map(torch.jit.script, copy.deepcopy(layers)))
     pipe = on_cpus(module, [2, 3], chunks=2, checkpoint=checkpoint)

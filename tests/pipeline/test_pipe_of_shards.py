@@ -37,14 +37,12 @@ def by_torch(comm: Communicator) -> nn.Sequential:
     return parallelize_module(model(), mesh, plan)
 
 
-def piped(layers: nn.Sequential, comm: Communicator) -> Pipe:
-    """Each rank has another execution, as ranks that measure may choose different ones."""
-    execution = ("inline", "threads")[comm.rank]
-    return Pipe(layers, [2, 2, 2], devices=["cpu"] * 3, chunks=6, execution=execution)
+def piped(layers: nn.Sequential) -> Pipe:
+    return Pipe(layers, [2, 2, 2], devices=["cpu"] * 3, chunks=6)
 
 
 def by_pipekernels_in_a_pipe(comm: Communicator) -> nn.Sequential:
-    pipe = piped(model(), comm)
+    pipe = piped(model())
     plan = {f"partitions.*.{i}": "row" if i % 2 else "column" for i in range(6)}
     return tensor_parallelize(pipe, plan, comm)
 
@@ -60,7 +58,7 @@ def pipe_on_rank(comm: Communicator, shard: Shard, schedule: str | None) -> None
     expected.backward()
 
     layers = shard(comm)
-    pipe = layers if isinstance(layers, Pipe) else piped(layers, comm)
+    pipe = layers if isinstance(layers, Pipe) else piped(layers)
     for _ in range(5):
         pipe.zero_grad()
         if schedule is None:

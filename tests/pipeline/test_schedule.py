@@ -29,13 +29,11 @@ def test_orders_keep_lanes_and_dependencies(name: str, stages: int, micro_batche
             assert sorted(order) == sorted(action for lane in part.lanes for action in lane)
             for lane in part.lanes:
                 assert [position[a] for a in lane] == sorted(position[a] for a in lane)
-            for sender, receiver in part.receivers.items():
-                assert position[sender] < position[receiver]
             for action in order:
                 kind, stage, m = action
                 kinds, to = ("F", stage + 1) if kind == "F" else ("BI", stage - 1)
-                next_ones = {Action(k, to, m) for k in kinds if kind != "W"} & position.keys()
-                assert {part.receivers.get(action)} - {None} == next_ones
+                for receiver in {Action(k, to, m) for k in kinds if kind != "W"} & position.keys():
+                    assert position[action] < position[receiver]
 
 
 def test_devices_with_two_stages_each_are_kept_busy() -> None:

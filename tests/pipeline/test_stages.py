@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import PipelineParallel, outcome
+from support.pipes import outcome
 from torch import nn
 
 import pipekernels
-from pipekernels import PipelineStage
+from pipekernels import PipelineParallel, PipelineStage
 
 
 def stages() -> list[PipelineStage]:

@@ -158,7 +158,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_values_of_registered_classes_are_cut(execution: str) -> None:
+def test_values_of_registered_classes_are_cut(tasks: str) -> None:
     class First(nn.LSTM):
         def forward(self, packed: PackedSequence, images: Images, scale: torch.Tensor) -> Any:
             _, (hidden, _) = super().forward(packed)

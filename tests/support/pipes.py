@@ -1,24 +1,25 @@
-"""Pipes whose default ``execution`` the fixtures ``execution`` and ``place`` set."""
+"""Pipes, and what they are compared with."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-import pipekernels
-
-execution = "auto"
-
-
-class Pipe(pipekernels.Pipe):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"execution": execution, **options})
+from pipekernels import Pipe
+from pipekernels.pipeline.engine.stages import Stages
 
 
-class PipelineParallel(pipekernels.PipelineParallel):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"execution": execution, **options})
+def run_apart(patch: pytest.MonkeyPatch) -> None:
+    """Have pipes run each stage as a task of its own, as on several devices, not all as one."""
+    inspect_layers = Stages.inspect_layers
+
+    def inspect(stages: Stages) -> None:
+        inspect_layers(stages)
+        stages.fused = None
+
+    patch.setattr(Stages, "inspect_layers", inspect)
 
 
 def on_cpus(layers: Any, balance: Sequence[int], **options: Any) -> Pipe:

@@ -3,16 +3,12 @@
 Each file uses files below it::
 
     engine           what a pipe keeps from one mini-batch to the next; its node in autograd's graph
-    trials           which execution is fastest, and what prevents workers
     losses           the loss of each microbatch, in a training step
     mini_batch_run   one mini-batch: a method per action, forwards and backwards
-    execution        on which threads, in which order
-    workers          the lanes of a program on threads
     stages           what is known of the layers
     task             one stage on one microbatch: forward, recomputation, backward
     split_backward   a backward in two parts, of inputs and of parameters
     parameters       the parameter copies that gradients accumulate into
-    random           the same random numbers, whatever the execution
     transport        copies and skips from stage to stage
     entry            where the graph of a stage begins
 """

@@ -15,32 +15,27 @@ from torch import nn
 
 from pipekernels._torch_private import (
     current_backward,
-    is_profiler_enabled,
     keeps_graph,
     when_backward_ends,
 )
 from pipekernels.ops.dispatch import check_differentiated_once
 from pipekernels.pipeline.batchnorm import committed
-from pipekernels.pipeline.context import NOTHING, needs_this_thread
+from pipekernels.pipeline.context import NOTHING
 from pipekernels.pipeline.engine.losses import Losses
 from pipekernels.pipeline.engine.mini_batch_run import MiniBatchRun
 from pipekernels.pipeline.engine.parameters import Layers, Parameters
 from pipekernels.pipeline.engine.stages import Stages
-from pipekernels.pipeline.engine.trials import Conditions, Executions, Signature
 from pipekernels.pipeline.microbatch import Batch, Scatter
 from pipekernels.pipeline.schedule import GPIPE, Schedule
 from pipekernels.pipeline.timeline import Timeline
 
-# Whether a pipe runs what the thread runs: a layer, a loss, a hook. Workers copy their caller's.
+# Whether a pipe runs what the thread runs: a layer, a loss, a hook.
 _is_in_pipe = ContextVar("pipekernels_in_pipe", default=False)
 
 
 class Engine:
-    """Runs mini-batches through stages.
-
-    Workers run only if every stage is on the CPU. CUDA launches return at once, so one thread keeps
-    all devices busy, and a backward that waited for other threads would block autograd's only
-    thread for that device.
+    """Runs mini-batches through stages, on the calling thread. CUDA launches return at once, so one
+    thread keeps all devices busy; stages on the CPU take turns, each with all intra-op threads.
 
     With stages on CUDA devices, a backward runs on autograd's thread for the output's device. While
     that thread waits for another device, it may start the backward of another mini-batch of this
@@ -50,14 +45,12 @@ class Engine:
     Args:
         partitions: the stages.
         devices: one per stage.
-        execution: one of ``execution.EXECUTIONS``.
     """
 
     def __init__(
-        self, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device], execution: str
+        self, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]
     ) -> None:
         self.stages = Stages(partitions, devices)
-        self._executions = Executions(self.stages, execution)
         # Held during each forward and each backward, which install the parameter copies and take
         # their gradients, but not while a training step waits for autograd's threads, which may
         # be starting a backward: then `_turns` keeps other training steps and forwards out.
@@ -77,7 +70,7 @@ class Engine:
             run = self._start(GPIPE, batch, checkpoint, trains=False)
             with committed(self.stages.modules) if self.stages.has_deferred_batch_norm else NOTHING:
                 # Alone, the microbatch runs in the caller's graph. Else the pipe is one node in it.
-                if len(run.inputs.sizes) == 1 and run.is_alone(batch.tensors):
+                if len(run.inputs.sizes) == 1 and run.is_alone():
                     self.recycle(run.parameters)
                     return run.run_alone(batch.tensors)
                 if run.parameters is None:
@@ -95,12 +88,12 @@ class Engine:
     ) -> Any:
         """Run a mini-batch forward and backward, and accumulate its gradients; returns
         ``Losses.total()``."""
+        schedule.lanes(len(self.stages.modules))  # Checks it, also if one task runs all stages.
         with _in_pipe(), self._turns, self.lock, torch.enable_grad():
             run = self._start(schedule, batch, checkpoint, trains=True)
             losses = make_losses(run)
-            waiting = partial(_released, self.lock) if self.stages.with_streams else None
             with committed(self.stages.modules) if self.stages.has_deferred_batch_norm else NOTHING:
-                grads = run.train(losses, waiting)
+                grads = run.train(losses, self._in_autograd)
                 total = losses.total()
             assert run.parameters is not None
             targets = [*batch.tensors, *run.parameters.unique]
@@ -137,10 +130,9 @@ class Engine:
     ) -> MiniBatchRun:
         """Make the next mini-batch."""
         stages = self.stages
-        # What is known of layers, and plans made by it, holds until layers change, not parameters.
+        # What is known of layers holds until layers change, not parameters.
         if self._layers.have_changed(with_hooks=True):
             stages.inspect_layers()
-            self._executions.forget()
             self._layers = Layers(stages.modules)
         # Copies that no other mini-batch has.
         parameters: Parameters | None = None
@@ -159,39 +151,26 @@ class Engine:
         dropped = 0
         if grad and checkpoint != "never":
             dropped = count - 1 if checkpoint == "except_last" else count
-        bits = inputs.elements.bit_length()
-        signature = Signature(schedule, count, bits, grad, stages.training, dropped, trains)
-        observed = stages.observed
-        conditions = Conditions(
-            fuses=stages.timeline is None and not is_profiler_enabled(),  # These show each stage.
-            intra_op_threads=torch.get_num_threads(),
-            is_observed=needs_this_thread(),
-            needs_one_thread=observed.hidden or (observed.draws and observed.sets),
-        )
-        record = None
-        plan = self._executions.settled.get((signature, conditions))
-        if plan is None:
-            plan, record = self._executions.choose(signature, conditions)
         if not grad:  # The layers then use the parameters themselves.
             self._free_parameters.append(parameters)
         return MiniBatchRun(
-            plan=plan,
             stages=stages,
+            schedule=schedule,
             inputs=inputs,
             parameters=parameters if grad else None,
             dropped=dropped,
-            record=record,
         )
 
-
-@contextmanager
-def _released(lock: threading.RLock) -> Iterator[None]:
-    """Release ``lock``, which is held once, while the body runs."""
-    lock.release()
-    try:
-        yield
-    finally:
-        lock.acquire()
+    @contextmanager
+    def _in_autograd(self) -> Iterator[None]:
+        """A context in which a training step runs autograd: without autocast, as users call
+        backwards, and with the lock, which is held once, free for autograd's threads."""
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            self.lock.release()
+            try:
+                yield
+            finally:
+                self.lock.acquire()
 
 
 @contextmanager
@@ -200,8 +179,8 @@ def _in_pipe(*, is_backward: bool = False) -> Iterator[None]:
     which autograd's thread may begin in another."""
     if _is_in_pipe.get() and not is_backward:
         raise RuntimeError(
-            "a layer, loss_fn or hook of a pipe calls a pipe, whose threads and parameter copies "
-            "would be in its way; give it that pipe's layers, pipe.to_sequential()"
+            "a layer, loss_fn or hook of a pipe calls a pipe, whose parameter copies would be "
+            "in its way; give it that pipe's layers, pipe.to_sequential()"
         )
     token = _is_in_pipe.set(True)
     try:

@@ -72,6 +72,18 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
+class Copied(torch.autograd.Function):
+    """A :func:`copy_of` a tensor, in the tensor's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return copy_of(tensor).detach()  # No view, which layers could not modify in place.
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
 def copied_apart(
     tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:

@@ -68,8 +68,8 @@ class Losses:
     sum, it is weighted by the microbatch's share of the batch.
 
     Gradients that flow from a loss directly to parameters of stages are in ``parameter_grads``, by
-    id of the parameter, and not in the parameter copies: stages accumulate there at the same time,
-    and the order, and so the last bits of a common sum, would depend on timing.
+    id of the parameter, and not in the parameter copies: the order of a common sum, and so its last
+    bits, would depend on which stages run as one.
     """
 
     def __init__(self, loss: LossFunction, targets: Targets, mean: bool, run: MiniBatchRun) -> None:

@@ -84,7 +84,7 @@ class Parameters:
         self.layers = layers
         self._frozen: list[nn.Parameter] = []
         # By stage, and by id of the parameter: it and its copy. Stages that share a parameter have
-        # a copy each, so that no two workers accumulate into one.
+        # a copy each, so that the order of a sum does not depend on which stages run as one.
         self._pairs: list[dict[int, tuple[nn.Parameter, nn.Parameter]]] = []
         # (parameter dict of a layer, name in it, parameter, copy)
         self._entries: list[tuple[Owner, str, nn.Parameter, nn.Parameter]] = []
@@ -97,7 +97,7 @@ class Parameters:
                     if not parameter.requires_grad:
                         self._frozen.append(parameter)
                         continue
-                    # Layers of one stage that share a parameter share the copy: they run in turn.
+                    # Layers of one stage that share a parameter share the copy.
                     if id(parameter) not in pairs:
                         pairs[id(parameter)] = parameter, _make_copy(parameter)
                     self._entries.append((owner, name, *pairs[id(parameter)]))

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
+from torch.overrides import TorchFunctionMode
 
 from pipekernels._torch_private import function_of, run_backward
 from pipekernels.pipeline.engine.entry import StageInput
@@ -120,3 +122,16 @@ def _children_first(roots: Sequence[Node]) -> dict[Node, list[Node]] | None:
         else:
             stack += [(node, True), *((child, False) for child in children)]
     return found
+
+
+class HookWatch(TorchFunctionMode):
+    """Notes whether the calling thread puts hooks on tensors, which both parts would call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_seen_hooks = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        registers = func in (torch.Tensor.register_hook, torch.Tensor.retain_grad)
+        self.has_seen_hooks = self.has_seen_hooks or registers
+        return func(*args, **(kwargs or {}))

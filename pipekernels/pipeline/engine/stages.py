@@ -11,9 +11,7 @@ from torch import nn
 from pipekernels.device.streams import has_streams
 from pipekernels.pipeline.batchnorm import DeferredBatchNorm
 from pipekernels.pipeline.context import generators_of
-from pipekernels.pipeline.engine.random import Observed
 from pipekernels.pipeline.engine.task import Task
-from pipekernels.pipeline.partition import has_collectives
 from pipekernels.pipeline.skip import SkipRoutes, verify_skippables
 from pipekernels.pipeline.timeline import Timeline
 
@@ -29,7 +27,6 @@ class Stages:
         self.on_host = frozenset(
             index for index, device in enumerate(devices) if not has_streams(device)
         )
-        self.observed = Observed()
         self.generators = generators_of(devices)
         self.timeline: Timeline | None = None  # Records the actions of mini-batches, if any.
         self.inspect_layers()
@@ -53,20 +50,7 @@ class Stages:
         is_one = len(set(self.devices)) == 1
         self.fused = Task(self.modules, 0, self.devices[0]) if is_one else None
         self.share_layers = len(layers) != len(set(layers))
-        self.training = tuple(layer.training for layer in layers)  # Each layer's flag.
         self.has_deferred_batch_norm = any(isinstance(x, DeferredBatchNorm) for x in layers)
-        self.one_thread = self._why_one_thread(layers)  # Why they take turns, or None.
-
-    def _why_one_thread(self, layers: Sequence[nn.Module]) -> str | None:
-        if any(device.type != "cpu" for device in self.devices):
-            return "one thread keeps devices busy, as their work is issued without waiting"
-        # They would run it, and accumulate into its parameters, in an order that depends on timing.
-        if self.share_layers:
-            return "stages share a layer"
-        # All ranks must call collectives in one order; workers run stages in any order.
-        if any(map(has_collectives, layers)):
-            return "layers call collectives, whose order must be the same on all ranks"
-        return None
 
 
 def _refuse_fsdp(layers: Sequence[nn.Module]) -> None:

@@ -21,8 +21,8 @@ from pipekernels.pipeline.nested import Arguments, flatten
 from pipekernels.pipeline.partition import layers
 from pipekernels.pipeline.skip import Key, carried, skips_of
 
-Seeded = Callable[[int, int], AbstractContextManager[Any]]
-"""Makes the context of a task's forward, from its stage and microbatch."""
+Seed = Callable[[int, int], object]
+"""Seeds a stage's forward, given the stage and the microbatch."""
 
 Values = dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 """By id and version of a buffer: it, and a copy of that version."""
@@ -153,10 +153,6 @@ def _may_modify_inputs(layer: nn.Module) -> bool:
     )
 
 
-def _layout(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
-    return tuple([t.layout is torch.strided and t.is_contiguous() for t in tensors])
-
-
 class Task:
     """Runs consecutive stages of one device as one :class:`SavedGraph` per microbatch.
 
@@ -186,20 +182,13 @@ class Task:
         # autograd would not know, and the views share one version counter.
         self._is_first = first == 0
         self.layers = [layer for _, stage in self.stages for layer in stage.modules()]
-        # Whether layers overwrite inputs, which are then copied where they must not change: if
-        # checkpointed, or the caller's. Found out with the first copies of each layout, as layers
-        # such as nn.Flatten return a view or a new tensor.
-        self._may_overwrite = any(map(_may_modify_inputs, self.layers))
-        self._overwrites: dict[tuple[bool, ...], bool] = {}
-
-    def may_overwrite(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether the layers overwrite such ``inputs``, or might."""
-        return self._may_overwrite and self._overwrites.get(_layout(inputs), True)
+        # If layers might overwrite their inputs, they get copies where inputs must not change.
+        self.may_overwrite = any(map(_may_modify_inputs, self.layers))
 
     def forward(
         self,
         inputs: Activation,
-        seeded: Seeded,
+        seed: Seed,
         m: int,
         *,
         parameters: Parameters | None = None,
@@ -210,20 +199,15 @@ class Task:
 
         Args:
             inputs: detached, on the device of the stages.
-            seeded: seeds each stage.
+            seed: called before each stage.
             parameters: what a graph that begins at ``inputs`` accumulates into; its outputs are
                 detached. None: without a graph.
             preserve: whether ``inputs`` must keep their values.
             alone: run in the caller's graph.
         """
-        # If layers may overwrite values that must not change, they get copies. Whether they do is
-        # known once a copy has been used: by its version.
         tensors = inputs.tensors
-        before: list[int] | None = None
-        if self._may_overwrite and (preserve or self._is_first) and self.may_overwrite(tensors):
-            with torch.inference_mode(False):  # Whose tensors have no versions.
-                tensors = tuple([copy_of(tensor) for tensor in tensors])
-            before = versions(tensors)
+        if self.may_overwrite and (preserve or self._is_first) and not alone:
+            tensors = tuple([copy_of(tensor) for tensor in tensors])
         n = len(tensors) - len(inputs.skips)
         leaves: list[torch.Tensor | None] = []
         grads: list[torch.Tensor | None] = []
@@ -245,12 +229,9 @@ class Task:
             value = inputs.structure.build(args[:n])
             with carrying as skips:
                 for index, stage in self.stages:
-                    spread = type(value) is Arguments
-                    with seeded(index, m):
-                        value = _spread(stage, value) if spread else stage(value)
+                    seed(index, m)
+                    value = _spread(stage, value) if type(value) is Arguments else stage(value)
                     outputs, structure = flatten(value, f"the output of stage {index}")
-        if before is not None:
-            self._overwrites[_layout(inputs.tensors)] = versions(tensors) != before
         # Skips leave with the outputs, detached: the next stage's graph does not lead to this one.
         sent = tuple([key for key in self.sent_skips if skips[key] is not None])
         outputs = (*outputs, *[skips[key] for key in sent])
@@ -271,7 +252,7 @@ class Task:
         return Activation(detached, wants_grad, structure, sent), graph
 
     def recompute(
-        self, graph: SavedGraph, seeded: Seeded, m: int, parameters: Parameters
+        self, graph: SavedGraph, seed: Seed, m: int, parameters: Parameters
     ) -> SavedGraph:
         """Run the layers a second time on the graph's inputs, now with a graph. Buffers and inputs
         keep their values. RuntimeError if an input has changed, or the graph is not that of the
@@ -288,7 +269,7 @@ class Task:
         has_buffers = any(layer._buffers for layer in self.layers)
         replaced = buffers_of_forward(self.layers, graph.buffers) if has_buffers else NOTHING
         with during(recomputing), replaced:
-            _, recomputed = self.forward(inputs, seeded, m, parameters=parameters, preserve=True)
+            _, recomputed = self.forward(inputs, seed, m, parameters=parameters, preserve=True)
         nodes = recomputed.node_types()
         if nodes != graph.nodes:
             raise RuntimeError(
@@ -312,11 +293,10 @@ class Task:
         try:
             if rooted:
                 run_backward(*zip(*rooted, strict=True), keep_graph=keep_graph)
+            return [tuple(graph.grads) for graph in graphs]
         finally:  # Another backward may use the graphs of one that failed.
-            results = [tuple(graph.grads) for graph in graphs]
             for graph in graphs:
                 graph.grads.clear()
-        return results
 
     def backward_of_inputs(
         self, graph: SavedGraph, grads: Grads, keep_graph: bool

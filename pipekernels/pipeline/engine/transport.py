@@ -122,8 +122,8 @@ class SkipTable:
     def __init__(self, routes: SkipRoutes, devices: Sequence[torch.device]) -> None:
         self._routes = routes
         self._devices = devices
-        self._skips: dict[tuple[Key, int], tuple[torch.Tensor, bool]] = {}
-        self._versions: dict[tuple[Key, int], int] = {}  # of those that want a gradient
+        # With their versions, of those that want a gradient, else None.
+        self._skips: dict[tuple[Key, int], tuple[torch.Tensor, int | None]] = {}
         # Devices of skips before they were copied to another; their gradients are copied back.
         self._source_devices: dict[tuple[Key, int], torch.device] = {}
         self.grads: dict[tuple[Key, int], torch.Tensor | None] = {}  # Sent by a backward.
@@ -140,9 +140,7 @@ class SkipTable:
             if skip.device != device:
                 self._source_devices[key, m] = skip.device
                 (skip,) = transport.send([skip], [device], (receiver, m, False))
-            self._skips[key, m] = skip, wants
-            if wants:
-                self._versions[key, m] = skip._version
+            self._skips[key, m] = skip, skip._version if wants else None
         return Activation(value.tensors[:n], value.wants_grad[:n], value.structure)
 
     def take(self, value: Activation, keys: Sequence[Key], m: int) -> Activation:
@@ -153,15 +151,15 @@ class SkipTable:
             RuntimeError: a skip that wants a gradient has been modified in place.
         """
         found = {key: self._skips.pop((key, m)) for key in keys if (key, m) in self._skips}
-        for key, (skip, wants) in found.items():
-            if wants and skip._version != self._versions[key, m]:
+        for key, (skip, version) in found.items():
+            if version is not None and skip._version != version:
                 raise RuntimeError(
                     f"the skip {key[1]!r} was modified in place by a stage between those that "
                     "stash and pop it, so its gradient cannot be computed; stash a copy, or use "
                     "layers that do not work in place"
                 )
         tensors = (*value.tensors, *[skip for skip, _ in found.values()])
-        wants_grad = (*value.wants_grad, *[wants for _, wants in found.values()])
+        wants_grad = (*value.wants_grad, *[version is not None for _, version in found.values()])
         return Activation(tensors, wants_grad, value.structure, tuple(found), value.sources)
 
     def leave_grads(

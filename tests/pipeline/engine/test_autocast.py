@@ -52,7 +52,7 @@ def pipe_of(module: nn.Sequential, balance: list[int], checkpoint: str = "never"
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("layer", [Twice, InAutocast])
 def test_a_weight_that_is_used_twice(
-    layer: type[Twice], train: bool, checkpoint: str, execution: str, x: torch.Tensor
+    layer: type[Twice], train: bool, checkpoint: str, x: torch.Tensor
 ) -> None:
     """The weight's bfloat16 gradients are summed in float32, in any order."""
     module, apart = twice(layer, True), twice(layer, False)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-def test_outputs_require_gradients_as_in_the_plain_model(checkpoint: str, execution: str) -> None:
+def test_outputs_require_gradients_as_in_the_plain_model(checkpoint: str, tasks: str) -> None:
     def read(value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         hidden, mask = value
         return hidden * torch.from_numpy(mask.numpy().copy())  # Refused if it required one.
@@ -31,7 +31,7 @@ def test_outputs_require_gradients_as_in_the_plain_model(checkpoint: str, execut
     output.sum().backward()
 
 
-def test_a_recomputation_with_another_graph_is_an_error(execution: str) -> None:
+def test_a_recomputation_with_another_graph_is_an_error(tasks: str) -> None:
     calls: list[int] = []
 
     def alternate(x: torch.Tensor) -> torch.Tensor:

@@ -76,17 +76,17 @@ def pipe_with(layer: nn.Module, checkpoint: str = "never", **options: Any) -> Pi
         *(("hook", "always"), ("backward", "always")),
     ],
 )
-def test_a_stage_is_named(when: str, checkpoint: str, train: bool, execution: str) -> None:
+def test_a_stage_is_named(when: str, checkpoint: str, train: bool, tasks: str) -> None:
     error = failed(pipe_with(Fails(when), checkpoint), train=train)
     what = "forward" if when == "forward" else "backward"
-    stages = "stages 0 to 1" if execution == "inline" else "stage 1"
+    stages = "stages 0 to 1" if tasks == "fused" else "stage 1"
     assert error.__notes__ == [f"raised in the {what} of {stages}, microbatch 2 of a pipe"]
     if hasattr(error, "add_note"):
         assert error.__notes__[0] in "".join(traceback.format_exception(error))
 
 
 def test_one_backward_goes_through_all_microbatches() -> None:
-    """Inline, if none is recomputed."""
-    error = failed(pipe_with(Fails("hook"), execution="inline"))
+    """If one task runs all stages, and none is recomputed."""
+    error = failed(pipe_with(Fails("hook")))
     note = "raised in the backward of stages 0 to 1, several microbatches of a pipe"
     assert error.__notes__ == [note]

@@ -10,7 +10,6 @@ from torch import nn
 
 from pipekernels.batchnorm import DeferredBatchNorm
 from pipekernels.pipeline.context import is_checkpointing, is_recomputing
-from pipekernels.pipeline.engine import workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,11 +33,9 @@ def settings() -> list[Any]:
 @pytest.mark.parametrize("step", [False, True])
 @pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("way", ["inline", "threads"])
 def test_an_exception_in_a_layer(
-    way: str, stage: int, where: str, step: bool, error: type[BaseException]
+    tasks: str, stage: int, where: str, step: bool, error: type[BaseException]
 ) -> None:
-    """Of any stage; the last one runs on the calling thread, others on threads of workers."""
     armed = False
 
     def raises() -> None:
@@ -56,7 +53,7 @@ def test_an_exception_in_a_layer(
     checkpoint = "always" if where == "recomputation" else "never"
     pipe = on_cpus(
         nn.Sequential(*(nn.Sequential(*block) for block in blocks)), [1, 1, 1],
-        chunks=3, checkpoint=checkpoint, execution=way,
+        chunks=3, checkpoint=checkpoint,
     )  # fmt: skip
     x = torch.linspace(-1, 1, 24).view(6, 4)
     initial = {key: value.clone() for key, value in pipe.state_dict().items()}
@@ -84,6 +81,5 @@ def test_an_exception_in_a_layer(
     assert settings() == before
     assert all(owner[name] is parameter for owner, name, parameter in parameters)
     assert not pipe._engine.lock._is_owned() and not pipe._engine._turns.locked()
-    assert workers._executor._work_queue.empty()
     assert all(parameter.grad is None for parameter in pipe.parameters())
     assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))

@@ -101,7 +101,7 @@ def test_a_mini_batch_is_freed_at_once(schedule: str, place: torch.device, runs:
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("when", ["forward", "backward", "forward of a step", "backward of a step"])
 def test_a_failed_mini_batch_is_freed_with_its_exception(
-    when: str, checkpoint: str, error: type[BaseException], execution: str, runs: Runs
+    when: str, checkpoint: str, error: type[BaseException], tasks: str, runs: Runs
 ) -> None:
     tensors: list[weakref.ref[torch.Tensor]] = []
 
@@ -135,7 +135,7 @@ def test_a_failed_mini_batch_is_freed_with_its_exception(
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_an_output_keeps_nothing_after_backward(dim: int, checkpoint: str, execution: str) -> None:
+def test_an_output_keeps_nothing_after_backward(dim: int, checkpoint: str, tasks: str) -> None:
     """For example, if losses are summed over an epoch with their graphs."""
     pipe = pipe_of(nn.Linear(4, 4), nn.Tanh(), checkpoint=checkpoint, batch_dim=dim)
     tensors: list[weakref.ref[torch.Tensor]] = []

@@ -52,7 +52,7 @@ def cast(module: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("forward", [with_other_buffers, cast])
 def test_recomputation_uses_the_buffers_of_the_forward(
-    forward: Callable[..., Tensor], checkpoint: str, execution: str, x: Tensor
+    forward: Callable[..., Tensor], checkpoint: str, tasks: str, x: Tensor
 ) -> None:
     grads = []
     module = model()
@@ -89,7 +89,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes_that_are_refused(name: str, checkpoint: str, execution: str, x: Tensor) -> None:
+def test_changes_that_are_refused(name: str, checkpoint: str, tasks: str, x: Tensor) -> None:
     change, message = CHANGES[name]
     module = model()
     module[3].weight.requires_grad_(False)
@@ -110,7 +110,7 @@ def test_changes_that_are_refused(name: str, checkpoint: str, execution: str, x:
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_layers_that_write_to_their_parameters(checkpoint: str, execution: str) -> None:
+def test_layers_that_write_to_their_parameters(checkpoint: str, tasks: str) -> None:
     """Each forward and each recomputation renormalize the rows of the embedding that they read."""
     module = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 2)).double()
     reference = copy.deepcopy(module)
@@ -124,7 +124,7 @@ def test_layers_that_write_to_their_parameters(checkpoint: str, execution: str) 
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_a_buffer_that_requires_a_gradient(checkpoint: str, execution: str, x: Tensor) -> None:
+def test_a_buffer_that_requires_a_gradient(checkpoint: str, tasks: str, x: Tensor) -> None:
     module = model()
     for buffer in module.buffers():
         buffer.requires_grad_()

@@ -107,17 +107,18 @@ def test_misuse_in_a_forward() -> None:
 def test_a_skip_that_a_later_stage_overwrites_is_refused(checkpoint: str) -> None:
     """Stages have separate graphs, so the skip's gradient would miss the overwriting layer's."""
     layers = [nn.Linear(5, 5), Stash(value=lambda x: x), nn.ReLU(inplace=True), Pop()]
-    pipe = on_cpus(
-        nn.Sequential(*layers), [2, 1, 1], chunks=2, checkpoint=checkpoint, execution="threads"
-    )
-    with pytest.raises(RuntimeError, match="the skip 'skip' was modified in place by a stage betw"):
+    pipe = on_cpus(nn.Sequential(*layers), [2, 1, 1], chunks=2, checkpoint=checkpoint)
+    with (
+        pipe.timeline(),
+        pytest.raises(RuntimeError, match="the skip 'skip' was modified in place by a stage betw"),
+    ):
         pipe(torch.randn(4, 5))
     with torch.no_grad():
         x = torch.randn(4, 5)
         assert torch.equal(pipe(x), torch.cat([*map(pipe.to_sequential(), x.chunk(2))]))
 
 
-def test_layers_with_skips_may_be_replaced_added_and_removed(execution: str) -> None:
+def test_layers_with_skips_may_be_replaced_added_and_removed(tasks: str) -> None:
     layers = [stashing(), nn.Linear(5, 5), popping()]
     pipe = on_cpus(nn.Sequential(*layers), [1, 1, 1], chunks=2)
     x = torch.randn(4, 5)

@@ -1,6 +1,6 @@
 """``Pipe.train_step`` with every schedule, compared with the unwrapped model."""
 
-import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -98,8 +98,8 @@ def test_one_tensor_given_twice_gets_both_gradients(place: torch.device) -> None
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_workers_run_their_program_in_order(schedule: str) -> None:
-    with (pipe := by_twos(model(), execution="threads")).timeline() as timeline:
+def test_lanes_run_in_order(schedule: str) -> None:
+    with (pipe := by_twos(model())).timeline() as timeline:
         pipe.train_step(torch.randn(8, 5).double(), None, torch.mean, **OPTIONS[schedule])
     (phase,) = timeline.phases
     assert len(phase.program.lanes) == OPTIONS[schedule].get("lanes", 4)
@@ -146,7 +146,7 @@ def test_an_exception_in_the_loss_reaches_the_caller(schedule: str, place: torch
         ({"loss_fn": lambda output, target: output}, ValueError, "must return a real scalar"),
     ],
 )
-def test_bad_arguments(change: Any, error: type[Exception], message: str, execution: str) -> None:
+def test_bad_arguments(change: Any, error: type[Exception], message: str, tasks: str) -> None:
     given: dict[str, Any] = {"target": torch.randn(4, 3).double(), "loss_fn": F.mse_loss}
     given.update(change)
     with pytest.raises(error, match=message):
@@ -161,7 +161,7 @@ class Precise(nn.Linear):
             return super().forward(input.float())
 
 
-def test_backwards_are_not_in_the_callers_autocast() -> None:
+def test_backwards_are_not_in_the_callers_autocast(tasks: str) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(Precise(8, 8), Precise(8, 8))
     x = torch.randn(8, 8)
@@ -173,24 +173,17 @@ def test_backwards_are_not_in_the_callers_autocast() -> None:
         seen.add((output @ output.T).dtype)
         return output.square().sum()
 
-    for execution in ("inline", "threads"):
-        module.zero_grad()
-        pipe = pipe_of(*module, chunks=4, checkpoint="never", execution=execution)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            pipe.train_step(x, None, loss_fn, loss_reduction="sum")
-        # In float32; bfloat16 has 8 bits.
-        torch.testing.assert_close(gradients(module), expected)
+    module.zero_grad()
+    pipe = pipe_of(*module, chunks=4, checkpoint="never")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipe.train_step(x, None, loss_fn, loss_reduction="sum")
+    torch.testing.assert_close(gradients(module), expected)  # In float32; bfloat16 has 8 bits.
     assert seen == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bits_of_a_loss_that_uses_the_parameters(schedule: str) -> None:
-    delay = [0.0]
-
-    def late(x: torch.Tensor) -> torch.Tensor:
-        y = x * 1
-        y.register_hook(lambda grad: time.sleep(delay[0]))
-        return y
+    """They do not depend on whether each stage is shown, and so runs by itself."""
 
     def penalised(module: nn.Module, output: torch.Tensor, target: Any) -> torch.Tensor:
         penalty = sum(p.square().sum() for p in module.parameters())
@@ -199,19 +192,16 @@ def test_bits_of_a_loss_that_uses_the_parameters(schedule: str) -> None:
     x, y = torch.randn(8, 5), (torch.randn(8, 3), torch.arange(8)[:, None] % 2)
     scale = torch.tensor(2.0, requires_grad=True)  # A parameter of the loss alone.
     plain = model().float()
-    plain[3] = FunctionLayer(late)
     penalised(plain, plain(x), y).backward()
     expected, results = [scale.grad, *gradients(plain)], []
-    for execution, seconds in (("inline", 0.0), ("threads", 0.0), ("threads", 0.02)):
-        delay[0], scale.grad = seconds, None
-        module = model().float()
-        module[3] = FunctionLayer(late)
-        pipe = by_twos(module, execution=execution)
-        pipe.train_step(x, y, partial(penalised, pipe), **OPTIONS[schedule])
-        results.append([scale.grad, *gradients(module)])
+    for is_shown in (False, True):
+        scale.grad = None
+        pipe = by_twos(model().float())
+        with pipe.timeline() if is_shown else nullcontext():
+            pipe.train_step(x, y, partial(penalised, pipe), **OPTIONS[schedule])
+        results.append([scale.grad, *gradients(pipe)])
     torch.testing.assert_close(results[0], expected)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_a_penalty_counts_parameters_that_stages_share_once(place: torch.device) -> None:

@@ -1,13 +1,15 @@
 """Random pipes of layers that return strided tensors, views, containers and skips, draw random
 numbers, normalise batches and share parameters.
 
-In every execution they are compared with a loop over the same microbatches: outputs, all gradients
-and buffers, bit for bit, in two forwards and backwards or steps of any schedule.
+They are compared with a loop over the same microbatches: outputs, all gradients and buffers, bit
+for bit, in two forwards and backwards or steps of any schedule. So are pipes with a timeline, which
+run each stage by itself.
 """
 
 import copy
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +23,6 @@ from pipekernels.skip import Namespace
 from support.loops import WAYS, Loop, cut, leaves_of, results
 from support.skip_layers import Pop, Stash
 
-EXECUTIONS = ("inline", "threads")
 MODES = ("never", "except_last", "always")
 
 
@@ -207,8 +208,8 @@ def change(draw: random.Random, module: nn.Sequential, hooks: list[Any]) -> None
 
 
 def differs(seed: int, *, steps: int = 2, changes: int = 0) -> str | None:
-    """How a pipe differs from the loop, or its executions from each other, if they do, in as many
-    steps, with at most so many ``changes`` before each, and an evaluation in float32."""
+    """How a pipe differs from the loop, or one with a timeline from one without, if they do, in so
+    many steps, with at most so many ``changes`` before each, and an evaluation in float32."""
     module, x, way, options = case(seed)
     parameters = [parameter for layer in module for parameter in layer.parameters()]
     tolerance = 0.0
@@ -218,22 +219,23 @@ def differs(seed: int, *, steps: int = 2, changes: int = 0) -> str | None:
         given = x.detach().double().requires_grad_(x.requires_grad or changes > 0)
         module, x, tolerance = module.double(), given, 1e-10
     expected: list[Any] = []
-    # The second time it may run otherwise than the first, which is observed.
-    for execution in ("loop", *EXECUTIONS, *["auto"] * bool(changes)):
+    for kind in ("loop", "pipe", "pipe with a timeline"):
         draw, own, hooks = random.Random(seed), copy.deepcopy(module), list[Any]()
-        found, loop, stages = list[Any](), execution == "loop", len(options["balance"])
+        found, loop, stages = list[Any](), kind == "loop", len(options["balance"])
         run: Any = Loop(cut(own, options["balance"]), options["chunks"])
-        run = run if loop else Pipe(own, **options, execution=execution)
-        for _ in range(steps):
-            for _ in range(draw.randint(0, changes)):
-                change(draw, own, hooks)
-            if changes and draw.random() < 0.4:
-                found.append(results(run, "no_grad", [x.float()], own.float(), stages))
-                own.double()
-            found.append(results(run, way, [x], own, stages))
+        run = run if loop else Pipe(own, **options)
+        with run.timeline() if kind == "pipe with a timeline" else nullcontext():
+            for _ in range(steps):
+                for _ in range(draw.randint(0, changes)):
+                    change(draw, own, hooks)
+                if changes and draw.random() < 0.4:
+                    given = [x.float()]
+                    found.append(results(run, "no_grad", given, own.float(), stages))
+                    own.double()
+                found.append(results(run, way, [x], own, stages))
         try:
             torch.testing.assert_close(found, expected or found, rtol=tolerance, atol=tolerance)
         except AssertionError as error:
-            return f"case {seed}, {way}, {execution}: {error} {options}"
+            return f"case {seed}, {way}, {kind}: {error} {options}"
         expected, tolerance = found, tolerance if loop else 0.0
     return None

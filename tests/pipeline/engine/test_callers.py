@@ -1,13 +1,10 @@
-"""Lanes: exceptions, interrupts, threads, forks, and the caller's context."""
+"""What callers do: interrupt, fork, call from several threads or from inside; their settings."""
 
-import contextvars
-import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +13,8 @@ from support.levels import in_gate
 from support.pipes import pipe_of
 from torch import nn
 
-from pipekernels.pipeline.engine.workers import intra_op_threads
 
-
-def test_what_a_pipe_runs_cannot_call_a_pipe(execution: str) -> None:
+def test_what_a_pipe_runs_cannot_call_a_pipe(tasks: str) -> None:
     """A layer, a loss, or a hook in a backward: itself, or one that no layer holds, or one does."""
     called: list[nn.Module] = []  # Not submodules.
     calls = FunctionLayer(lambda x: x + called[0](x))
@@ -43,7 +38,7 @@ def test_what_a_pipe_runs_cannot_call_a_pipe(execution: str) -> None:
         pipe(x)
 
 
-def run_script(body: str, **kwargs: object) -> subprocess.Popen[str]:
+def run_script(body: str) -> subprocess.Popen[str]:
     script = textwrap.dedent(
         """
         import os, signal, sys, threading, time
@@ -54,7 +49,7 @@ def run_script(body: str, **kwargs: object) -> subprocess.Popen[str]:
     ) + textwrap.dedent(body)
     return subprocess.Popen(
         [sys.executable, "-c", script],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
@@ -82,8 +77,7 @@ def test_ctrl_c_ends_a_run(slow_stage: int) -> None:
 
         layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
         layers.insert({slow_stage} * 2, Slow())
-        pipe = Pipe(nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=500,
-                    execution="threads")
+        pipe = Pipe(nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=500)
         begin = time.monotonic()
         try:
             pipe(torch.ones(500, 2))  # 100 s.
@@ -101,31 +95,9 @@ def test_ctrl_c_ends_a_run(slow_stage: int) -> None:
     assert lines[-2] == "torch.Size([1, 2])"
 
 
-@pytest.mark.processes
-def test_pipes_share_threads_and_a_forked_child_starts_workers_of_its_own() -> None:
-    """And the interpreter exits."""
-    script = """
-        before = threading.active_count()
-        for _ in range(50):
-            pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)),
-                        [1, 1, 1], devices=["cpu"] * 3, chunks=2, execution="threads")
-            pipe(torch.ones(4, 2)).sum().backward()
-        print(threading.active_count() - before, flush=True)
-        with torch.no_grad():
-            child = os.fork()
-            if child == 0:
-                print(tuple(pipe(torch.ones(4, 2)).shape), flush=True)
-                os._exit(0)
-        print(os.waitpid(child, 0)[1])
-        """
-    out = finish(run_script(script, env={**os.environ, "OMP_NUM_THREADS": "1"}))
-    assert out == "2\n(4, 2)\n0\n"
-
-
-@pytest.mark.parametrize("options", [{}, {"execution": "auto"}])
-def test_threads_use_one_pipe_while_it_trains(options: dict[str, Any], place: torch.device) -> None:
+def test_threads_use_one_pipe_while_it_trains(place: torch.device) -> None:
     """On a CUDA device, backwards and training steps need autograd's one thread for it."""
-    pipe = pipe_of(*(nn.Linear(4, 4) for _ in range(3)), device=place, chunks=4, **options)
+    pipe = pipe_of(*(nn.Linear(4, 4) for _ in range(3)), device=place, chunks=4)
     x, weight = torch.randn(8, 4), pipe[0].weight
     (expected,) = torch.autograd.grad(pipe(x).sum(), weight)
     right: list[bool] = []
@@ -145,31 +117,18 @@ def test_threads_use_one_pipe_while_it_trains(options: dict[str, Any], place: to
     assert right == [True] * 60
 
 
-def test_workers_see_the_callers_context(execution: str) -> None:
-    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+def test_layers_see_the_callers_settings(tasks: str) -> None:
     seen: list[tuple[int, bool, bool]] = []
 
     def see(x: torch.Tensor) -> torch.Tensor:
         modes = torch.is_autocast_cache_enabled(), torch.is_inference_mode_enabled()
-        seen.append((variable.get(), *modes))
+        seen.append((torch.get_num_threads(), *modes))
         return x
 
     pipe = pipe_of(FunctionLayer(see), FunctionLayer(see))
-    token = variable.set(5)
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+    threads = torch.get_num_threads()
+    with torch.autocast("cpu", torch.bfloat16):
         pipe(torch.ones(2, 2))
         with torch.inference_mode():
             pipe(torch.ones(2, 2))
-    variable.reset(token)
-    assert seen == [(5, False, False)] * 4 + [(5, False, True)] * 4
-
-
-@pytest.mark.parametrize(("chunks", "share"), [(2, 3), (8, 2)])
-def test_workers_share_the_intra_op_threads(chunks: int, share: int, execution: str) -> None:
-    """At most as many workers as there are microbatches run at once, and share the threads."""
-    seen: list[int] = []
-    count = lambda x: (seen.append(torch.get_num_threads()), x)[1]
-    pipe = pipe_of(*(FunctionLayer(count) for _ in range(3)), chunks=chunks)
-    with intra_op_threads(6):
-        pipe(torch.ones(8, 2))
-    assert seen == [share] * 3 * chunks
+    assert seen == [(threads, False, False)] * 4 + [(threads, False, True)] * 4
