@@ -1,9 +1,10 @@
 """``python -m bench [NAME ...] [--quick]``: run benchmarks, print tables, write result files.
 
-By default all of those on CPU ranks. They get a result file if no case failed and no candidate was
-wrong. Those of GPUs, ``gpu.NAME`` and ``nccl``, get one after every case, with a row for each that
-failed, so that an interrupted run keeps its rows. ``nccl`` starts itself under torchrun, a rank per
-GPU, unless it is there already. The exit status is 1 if anything failed or was wrong.
+By default all benchmarks on CPU ranks. A benchmark gets a result file if no case failed and no
+candidate was wrong. Benchmarks of GPUs, ``gpu.NAME`` and ``nccl``, get one after every case, with a
+row for each that failed, so that an interrupted run keeps its rows. ``nccl`` starts itself under
+torchrun, a rank per GPU, unless it is there already. The exit status is 1 if anything failed or was
+wrong.
 """
 
 from __future__ import annotations

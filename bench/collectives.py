@@ -62,7 +62,7 @@ def turn_for(size: int) -> tuple[int, int, int]:
 
 
 def prepare(session: Session, size: int, dtype: str, names: Sequence[str]) -> Calls:
-    """Those of ``names`` that there are for tensors of ``size`` bytes."""
+    """The candidates among ``names`` that take tensors of ``size`` bytes."""
     return {
         candidate: (group, version)
         for group, version in session.values()

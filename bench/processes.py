@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# The modules of those that need not be installed.
+# Modules of peers that need not be installed.
 PEERS = {
     "fairscale": "fairscale",
     "torchgpipe": "torchgpipe",
@@ -98,7 +98,7 @@ class Processes:
 def started(
     workers: Mapping[str, tuple[Any, ...]], names: Sequence[str], *arguments: Any
 ) -> dict[str, Processes]:
-    """Those of ``names`` that are installed.
+    """The candidates among ``names`` that are installed.
 
     Args:
         workers: by name: the number of ranks, the worker, and its last arguments.

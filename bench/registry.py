@@ -2,7 +2,7 @@
 
 A benchmark is a module that has
 
-* ``CANDIDATES``: of each case, by its name; ``QUICK``: those of the quick form;
+* ``CANDIDATES``: the candidates of each case, by its name; ``QUICK``: the same for the quick form;
 * ``turns(case, names, options)``: the :class:`bench.harness.Turns` of a case; or, where cases are
   not measured one after another, ``measure(plan, options)``, which yields the rows of each case of
   ``plan``, in its order;
@@ -19,7 +19,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-# The modules of those on CPU ranks, by name.
+# Modules of the benchmarks on CPU ranks, by name.
 CPU = {
     "accuracy": "bench.accuracy",
     "collectives": "bench.collectives",
@@ -36,7 +36,7 @@ CPU = {
     "torch_distributed": "bench.distributed.calls",
     "train_step": "bench.pipeline.train_step",
 }
-# Those on one GPU, with cases ``GPU`` and ``GPU_QUICK``.
+# Benchmarks on one GPU, with cases ``GPU`` and ``GPU_QUICK``.
 GPU = {
     "gpu.micro_batch": "bench.micro_batch",
     **{

@@ -38,7 +38,7 @@ def processes(
     Args:
         count: of processes, which form a process group.
         prepare: each process calls ``prepare(rank, *arguments)``, which returns its turn.
-        arguments: must be picklable, as those of turns and what turns return.
+        arguments: must be picklable; so must the arguments of turns and what turns return.
         backend: of torch.distributed.
     """
     context = multiprocessing.get_context("forkserver")

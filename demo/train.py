@@ -224,7 +224,7 @@ class Trainer:
         return (_resident("VmHWM") - self._baseline) / 1024
 
     def last_tasks(self) -> list[Task]:
-        """Of the last step."""
+        """What this stage did in the last step."""
         tasks: list[Task] = self._stage.tasks
         return tasks
 

@@ -134,7 +134,7 @@ class Question(NamedTuple):
 
 
 def questions(path: Path, only: Sequence[str] = ()) -> list[Question]:
-    """Those of a file, in its order; ValueError if it has none of a name of ``only``."""
+    """The questions of a file, in its order; ValueError if ``only`` names one that it lacks."""
     content: dict[str, Any] = tomllib.loads(path.read_text())
     for table in content["question"]:
         if "code" in table:
