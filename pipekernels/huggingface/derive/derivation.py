@@ -1,16 +1,14 @@
-"""Derives a plan from small copies of a model.
+"""Derives a plan from a small copy of a model, with all layers.
 
 Where the layers of a group have the same blocks of features in the same order
 (:mod:`~pipekernels.huggingface.derive.flow`), the blocks are divided among the ranks: layers that
 feed others become column-parallel, the layers that they feed row-parallel.
 
 Trials find the attributes that count heads: each group is sharded over two ranks, which are
-threads, and its plan is taken only if outputs and all gradients equal those of the whole copy.
-Other layers are column-parallel with gathered outputs.
-
-Two layers need not represent the others. So the plan is tried again on a small copy with all layers
-and other sizes, in evaluation and training, on one token and on a long text. The model itself must
-be like this copy, and its heads are counted as those of models that carry a plan.
+threads, and its plan is taken only if outputs and all gradients equal those of the whole copy, in
+evaluation and training, on one token and on a long text. Other layers are column-parallel with
+gathered outputs. The model itself must be like the copy, and its heads are counted as those of
+models that carry a plan.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _log = logging.getLogger(__name__)
 LEAST_FEATURES = 16
 """Least input and output features, in the small copy, of a layer that is sharded by itself."""
 LENGTHS = (1, 60)
-"""Of the texts on which all layers are tried; a decoder's later steps have one token."""
+"""Of the texts on which plans are tried; a decoder's later steps have one token."""
 
 Description: TypeAlias = dict[str, dict[str, Any]]  # Attributes by names of modules.
 CountHeads: TypeAlias = Callable[[nn.Module, Mapping[str, Any]], Mapping[str, Heads]]
@@ -58,57 +56,48 @@ class Derivation(NamedTuple):
     gathered: dict[str, str]
     """Kinds of layers that are in no such group, or in one that is refused."""
     copy: Description
-    """Of the small copy with all layers."""
+    """Of the small copy."""
 
 
 @torch.inference_mode(False)  # Whatever the caller's thread has set.
 @torch.enable_grad()
 def derive(model_class: type[nn.Module], config: Any, count_heads: CountHeads) -> Derivation:
-    """The plan for models of a class of transformers and a configuration, from small copies.
-
-    Raises:
-        ValueError: no small copy can be made or run.
-    """
+    """The plan for models of a class of transformers and a configuration. ValueError if no small
+    copy can be made or run."""
     warnings = logging.getLogger("transformers")  # They would be about the small copy.
     level = warnings.level
     warnings.setLevel(logging.ERROR)
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            model, _ = small_model(model_class, config, deep=True)
-            deep = SmallCopy(model, [running_inputs(model, n) for n in LENGTHS], (False, True))
-            model, inputs = small_model(model_class, config)
-            shallow = SmallCopy(model, [inputs], (False,))
-            return _derive(Flow(copy.deepcopy(model), inputs), shallow, deep, count_heads)
+            model = small_model(model_class, config)
+            flow = Flow(copy.deepcopy(model), running_inputs(model))
+            whole = SmallCopy(model, [running_inputs(model, length) for length in LENGTHS])
+            return _derive(flow, whole, count_heads)
     finally:
         warnings.setLevel(level)
 
 
-def _derive(flow: Flow, shallow: SmallCopy, deep: SmallCopy, count_heads: CountHeads) -> Derivation:
-    found = Derivation({}, {}, set(), {}, _described(deep.model))
+def _derive(flow: Flow, whole: SmallCopy, count_heads: CountHeads) -> Derivation:
+    found = Derivation({}, {}, set(), {}, _described(whole.model))
     refused, name = set[str](), type(flow.model).__name__
 
     def reason_against(kinds: dict[str, str], group: Group) -> str | None:
-        """Tries kinds of a group on both copies; adds them to ``found`` if both agree."""
-        per_head, why = group.per_head(), "nothing was tried"
+        """Tries kinds of a group; adds them to ``found`` if they change nothing."""
+        # The heads of the model itself must be known.
+        names = named(flow.model, kinds)
+        heads = count_heads(flow.model, names)
+        counts = {heads[name][1] if name in heads else 0 for name in names}
+        if group.size > 1 and counts != {group.count}:
+            return f"it has blocks of {group.size} features, of which a rank might cut some"
+        per_head, reason = group.per_head(), None
         for more, divided in product([{}, per_head] if per_head else [{}], group.attributes()):
-            reason = shallow.difference(kinds | more, divided)
-            if reason is not None:
-                why = reason
-                continue
-            # Right for this copy. The heads of the model itself must be known, and the copy with
-            # all layers must agree.
-            names = named(flow.model, kinds)
-            heads = count_heads(flow.model, names)
-            counts = {heads[name][1] if name in heads else 0 for name in names}
-            if group.size > 1 and counts != {group.count}:
-                return f"it has blocks of {group.size} features, of which a rank might cut some"
-            reason = deep.difference(kinds | more, divided)
+            reason = whole.difference(kinds | more, divided)
             if reason is None:
                 found.kinds.update(kinds | more)
                 found.divided.update(divided)
                 found.whole.update(kinds | more if group.size > 1 else ())
-            return reason
-        return why
+                break
+        return reason
 
     # Equal layers of the copy, and of the model, have the same pattern, and one plan.
     for group in flow.groups():
@@ -127,7 +116,7 @@ def _derive(flow: Flow, shallow: SmallCopy, deep: SmallCopy, count_heads: CountH
     called = {pattern_of(name) for name in wide if _is_only_called(flow.model, name)}
     left = [name for name in called if "*" in name and name not in found.kinds]
     gathered = dict.fromkeys(left, "column_gather_output")
-    found.gathered.update(gathered if deep.difference(gathered, {}) is None else {})
+    found.gathered.update(gathered if whole.difference(gathered, {}) is None else {})
     return found
 
 

@@ -39,12 +39,13 @@ def named(model: nn.Module, values: Mapping[str, Value]) -> dict[str, Value]:
 
 
 class Flow:
-    """From which features of which layers' outputs the input of each linear layer is computed.
+    """From which features of which layers' outputs the inputs of linear layers are computed.
 
     Attributes:
         model: the small model, which runs once.
         layers: its linear layers by name.
-        sources: by layer, by those that feed it: bool, [its input features, their output features].
+        sources: of the first two layers of each pattern, by those that feed them: bool, [input
+            features, output features of the other].
 
     Raises:
         ValueError: there are more than ``MOST_FEATURES``.
@@ -54,11 +55,16 @@ class Flow:
         self.model = model
         self.layers = {n: m for n, m in model.named_modules() if type(m) in linear_classes()}
         names = {layer: name for name, layer in self.layers.items()}
+        first: dict[str, list[str]] = defaultdict(list)
+        for name in self.layers:
+            first[pattern_of(name)].append(name)
+        studied = {name for alike in first.values() for name in alike[:2]}
         entered: dict[str, list[Tensor]] = defaultdict(list)
         self._leaves: list[tuple[str, Tensor]] = []
 
         def enter(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-            entered[names[layer]].append(arguments[0])
+            if names[layer] in studied:
+                entered[names[layer]].append(arguments[0])
 
         def leave(layer: nn.Module, arguments: Any, output: Tensor) -> Tensor:
             # Random, so that no activation of a small model is zero everywhere.

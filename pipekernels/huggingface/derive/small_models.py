@@ -4,7 +4,7 @@ inputs that they take: tokens, images and sound, in the usual layouts."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import product
 from typing import Any
@@ -15,38 +15,27 @@ from torch import Tensor, nn
 from pipekernels.tensor_parallel.full_layer import linear_classes
 
 VOCABULARY, TOKENS, FRAMES, PATCHES = 61, 7, 128, 16
-LAYERS = 2
-_SMALL = {
-    "width": 32, "inner": 48, "queries": 4, "states": 64, "state_heads": 8,
-    "layers": LAYERS, "first": 1, "none": 0,
-}  # fmt: skip
-# Of a copy with all layers. Half are 13 features and 3 heads: what computes in groups of several
-# does not fit them, and is not taken for what computes in single ones.
-_DEEP = {"width": 48, "inner": 26, "queries": 6, "states": 96, "state_heads": 12}
-# In each line a size, by name or number, and the fields of configurations that have it. States are
-# twice the width, in heads of 8 features each.
+# In each line a size and the fields of configurations that have it. Half of the queries and of the
+# inner features are 3 heads and 13 features: what computes in groups of several does not fit them,
+# and is not taken for what computes in single ones. States are twice the width, in heads of 8.
 _SIZES = f"""
-width hidden_size hidden_sizes d_model n_embd dim embed_dim embedding_size emb_dim lru_width
-width word_embed_proj_dim projection_dim attention_hidden_size output_hidden_size audio_hidden_size
-width cross_attention_hidden_size out_hidden_size text_hidden_size d_latents embed_dim_per_stage
-width projector_hidden_size projection_hidden_dim entity_emb_size visual_feat_dim conv_dim
-inner intermediate_size ffn_dim d_ff n_inner hidden_dim encoder_ffn_dim decoder_ffn_dim
-inner moe_intermediate_size shared_expert_intermediate_size ffn_hidden_size mlp_dim
-inner shared_intermediate_size dim_ff d_inner expert_ffn_hidden_size moe_hidden_size dff
-inner moe_shared_expert_intermediate_size projection_intermediate_size
-layers num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers depth
-layers num_decoder_layers num_encoder_layers attn_layer_period
-first first_k_dense_replace depths blocks_per_stage attn_layer_indices attn_layer_offset
-none num_kv_shared_layers
-queries num_attention_heads n_head n_heads num_heads encoder_attention_heads moe_num_experts
-queries decoder_attention_heads num_experts num_local_experts n_routed_experts
-queries num_attention_heads_per_layer num_attention_heads_per_stage
+48 hidden_size hidden_sizes d_model n_embd dim embed_dim embedding_size emb_dim lru_width
+48 word_embed_proj_dim projection_dim attention_hidden_size output_hidden_size audio_hidden_size
+48 cross_attention_hidden_size out_hidden_size text_hidden_size d_latents embed_dim_per_stage
+48 projector_hidden_size projection_hidden_dim entity_emb_size visual_feat_dim conv_dim
+26 intermediate_size ffn_dim d_ff n_inner hidden_dim encoder_ffn_dim decoder_ffn_dim
+26 moe_intermediate_size shared_expert_intermediate_size ffn_hidden_size mlp_dim
+26 shared_intermediate_size dim_ff d_inner expert_ffn_hidden_size moe_hidden_size dff
+26 moe_shared_expert_intermediate_size projection_intermediate_size
+6 num_attention_heads n_head n_heads num_heads encoder_attention_heads moe_num_experts
+6 decoder_attention_heads num_experts num_local_experts n_routed_experts
+6 num_attention_heads_per_layer num_attention_heads_per_stage
 2 num_key_value_heads num_experts_per_tok num_experts_per_token num_kv_heads moe_k top_k_experts
 2 n_groups eos_token_id
 {VOCABULARY} vocab_size decoder_vocab_size vocab_size_per_layer_input entity_vocab_size
 {VOCABULARY} unpadded_vocab_size encoder_hash_byte_group_vocab src_vocab_size tgt_vocab_size
-states mamba_d_ssm
-state_heads mamba_n_heads mamba_num_heads
+96 mamba_d_ssm
+12 mamba_n_heads mamba_num_heads
 16 kv_lora_rank q_lora_rank qk_head_dim mamba_d_state mamba_chunk_size ssm_state_size
 8 qk_nope_head_dim qk_rope_head_dim v_head_dim mamba_d_head mamba_head_dim
 1 n_group topk_group n_shared_experts num_expert_group num_shared_experts bos_token_id
@@ -58,19 +47,11 @@ state_heads mamba_n_heads mamba_num_heads
 4 patch_size attention_window
 0 pad_token_id
 """
-
-
-def _fields(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes by fields, without those of which ``sizes`` has none."""
-    found: dict[str, int] = {}
-    for size, *fields in map(str.split, _SIZES.strip().splitlines()):
-        if size.isdecimal() or size in sizes:
-            found |= dict.fromkeys(fields, int(size) if size.isdecimal() else sizes[size])
-    return found
-
-
-_FIELDS, _DEEP_FIELDS = _fields(_SMALL), _fields(_DEEP)
-_COUNTS = [field for field, size in _FIELDS.items() if size == LAYERS and "layer" in field]
+_FIELDS = {
+    field: int(size)
+    for size, *fields in map(str.split, _SIZES.strip().splitlines())
+    for field in fields
+}
 _FILLED = (
     "head_dim", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "vocab_size",
     "pad_token_id", "num_key_value_heads",
@@ -78,32 +59,29 @@ _FILLED = (
 MOST_PARAMETERS = 20_000_000
 
 
-def small_config(config: Any, *, filled: bool = False, deep: bool = False) -> Any:
-    """``config`` of a few features, heads and layers, without randomness in training; its flags
-    stay.
+def small_config(config: Any, *, filled: bool = False) -> Any:
+    """``config`` of a few features and heads, without randomness in training; its flags, and the
+    number of layers, stay.
 
     Args:
         config: of the large model.
         filled: give sizes where it has None, and rotary sections where it names none.
-        deep: keep all layers.
 
     Raises:
         ValueError: its class takes no such sizes.
     """
     kept: dict[str, Any] = config.to_dict()
-    layers = range(_count(kept)) if deep else _sampled_layers(kept)
-    sizes = _DEEP_FIELDS if deep else _FIELDS
-    fields = {name: _small(name, value, kept, layers, sizes) for name, value in kept.items()}
+    fields = {name: _small(name, value, kept) for name, value in kept.items()}
     # What a configuration leaves to its class may not fit the small sizes.
     if filled:
         missing = [name for name in _FILLED if name in kept and kept[name] is None]
         fields |= {name: _FIELDS[name] for name in missing}
         if "layer_types" in kept and not kept["layer_types"]:
-            fields["layer_types"] = ["full_attention"] * len(layers)
+            fields["layer_types"] = ["full_attention"] * config.num_hidden_layers
         if set(fields.get("layer_types") or ()) == {"linear_attention"}:
             fields["layer_types"] = ["linear_attention", "full_attention"]
         if "attn_layer_indices" in kept and not kept["attn_layer_indices"]:
-            fields["attn_layer_indices"] = [LAYERS - 1]
+            fields["attn_layer_indices"] = [1]
         rope = kept.get("rope_parameters")
         if rope and "rope_type" in rope:
             count = int(8 * rope.get("partial_rotary_factor", 1)) // 2
@@ -111,7 +89,7 @@ def small_config(config: Any, *, filled: bool = False, deep: bool = False) -> An
             sections = [count - 2 * quarter, quarter, quarter]
             fields["rope_parameters"] = {**rope, "mrope_section": sections}
     for name, inner in inner_configs(config).items():
-        fields[name] = small_config(inner, filled=filled, deep=deep).to_dict()
+        fields[name] = small_config(inner, filled=filled).to_dict()
     # A class may refuse one of the changes: then without this one.
     failure: Exception | None = None
     changed = [name for name, value in fields.items() if value != kept[name]]
@@ -123,86 +101,43 @@ def small_config(config: Any, *, filled: bool = False, deep: bool = False) -> An
     raise ValueError(f"{type(config).__name__} has no small form: {failure}")
 
 
-def _sampled_layers(fields: Mapping[str, Any]) -> list[int]:
-    """The layers of the small model: the first one, and the first one of another type."""
-    count = _count(fields)
-    per_layer = [v for v in fields.values() if _is_list(v) and len(v) == count]
-    # The type of each layer: its words, such as in layer_types, without numbers.
-    types = [[v for v in values if isinstance(v, str)] for values in zip(*per_layer, strict=True)]
-    unlike = [sum(map(str.__ne__, own, types[0])) for own in types] or [0, 0]
-    return [0, unlike.index(max(unlike)) or min(1, count - 1)]
-
-
-def _count(fields: Mapping[str, Any]) -> int:
-    """The number of layers."""
-    return next((n for name in _COUNTS if type(n := fields.get(name)) is int), 0)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0
-
-
-def _small(
-    name: str,
-    value: Any,
-    fields: Mapping[str, Any],
-    layers: Sequence[int],
-    sizes: Mapping[str, int],
-) -> Any:
-    """The value of a configuration's field in the small model, which keeps ``layers``."""
-    size = sizes.get(name)
+def _small(name: str, value: Any, fields: Mapping[str, Any]) -> Any:
+    """The value of a configuration's field in the small model."""
+    size = _FIELDS.get(name)
     # No randomness in training.
     if type(value) is float and ("drop" in name or "jitter" in name or name.endswith("_prob")):
         return value if name == "drop_path_rate" else 0.0  # Of 0.0, modules are of other classes.
-    # Values by layer: those of the layers that are kept.
-    if _is_list(value) and len(value) == _count(fields) and size != LAYERS:
-        value = [value[layer] for layer in layers]
     # Sizes. As many heads of keys as of queries stay as many.
-    if size is not None and _is_list(value) and all(type(v) is int for v in value):
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0
+    if size is not None and is_list and all(type(v) is int for v in value):
         return [size] * len(value)
     if size is not None and type(value) is int:
         counts_keys = name in ("num_key_value_heads", "num_kv_heads")
         is_of_all = counts_keys and value == fields.get("num_attention_heads")
-        return sizes["num_attention_heads"] if is_of_all else size
-    # Lists of types that repeat, rotary sections, and configurations by layer.
-    is_cut = name == "block_types" and len(layers) < _count(fields)
-    if is_cut or (name == "layers_block_type" and not _count(fields)):
-        return list(dict.fromkeys(value))
+        return _FIELDS["num_attention_heads"] if is_of_all else size
+    # Rotary sections, and configurations by layer.
     if name in ("rope_parameters", "rope_scaling") and "mrope_section" in (value or {}):
         return {**value, "mrope_section": [2, 1, 1]}
     if name == "per_layer_config" and value:
-        by_layer = {int(layer): own for layer, own in value.items()}
         return {
-            i: {
-                key: _small(key, v, by_layer[layer], (), sizes)
-                for key, v in by_layer[layer].items()
-            }
-            for i, layer in enumerate(layers)
-            if layer in by_layer
+            layer: {key: _small(key, v, own) for key, v in own.items()}
+            for layer, own in value.items()
         }
     return value
 
 
-def small_model(
-    model_class: type[nn.Module], config: Any, *, deep: bool = False
-) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A small model in evaluation mode with inputs that it takes, in float64 if it runs there.
-
-    Args:
-        model_class: of transformers.
-        config: the configuration of the large model.
-        deep: with all layers, else with two.
-
-    Raises:
-        ValueError: it cannot be made, or does not run with inputs that can be made here.
-    """
+def small_model(model_class: type[nn.Module], config: Any) -> nn.Module:
+    """A small model of a class and with all layers of a configuration, in evaluation mode, in
+    float64 if it runs there. ValueError if it cannot be made, or does not run with inputs that can
+    be made here."""
     failure: Exception | None = None
     for filled, dtype in product((False, True), (torch.float64, torch.float32)):
         try:
-            small = small_config(config, filled=filled, deep=deep)
+            small = small_config(config, filled=filled)
             with torch.random.fork_rng(devices=[]):
                 model = _new_model(model_class, small, dtype)
-                return model, running_inputs(model)
+                running_inputs(model)
+                return model
         except Exception as error:  # noqa: BLE001 - whatever configurations and models raise
             failure = failure or error
     raise ValueError(f"no small {model_class.__name__} can be made: {failure}") from failure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import TypeAlias
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float64: 2**-22, torch.float32: 1e-3}
 """Tolerated difference, as a share of the largest magnitude. Sums are in another order, and many
 models of float64 compute some in float32: four units in its last place."""
 
-Results: TypeAlias = list[dict[str, Tensor]]  # For each mode and inputs, by name.
+Results: TypeAlias = Iterable[dict[str, Tensor]]  # For each mode and inputs, by name.
 
 
 class SmallCopy:
@@ -30,20 +30,17 @@ class SmallCopy:
 
     Args:
         model: the copy, which stays as it is.
-        inputs: what it is tried on,
-        modes: in evaluation, training or both.
+        inputs: what it is tried on, in evaluation and in training.
 
     Raises:
         ValueError: ``model`` does not run, or gives other results the second time.
     """
 
-    def __init__(
-        self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]], modes: Sequence[bool]
-    ) -> None:
+    def __init__(self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]]) -> None:
         self.model = model
-        self._cases = list(product(modes, inputs))
+        self._cases = list(product((False, True), inputs))
         try:
-            self._expected, second = (self._results(copy.deepcopy(model)) for _ in range(2))
+            self._expected, second = ([*self._results(copy.deepcopy(model))] for _ in range(2))
         except Exception as error:
             raise ValueError(f"the small copy fails: {error}") from error
         if self._difference(second):
@@ -91,8 +88,8 @@ class SmallCopy:
         return None
 
     def _results(self, model: nn.Module) -> Results:
-        """The outputs, and the gradients and buffers of the full model."""
-        found = []
+        """The outputs, and the gradients and buffers of the full model. Made one by one, as a wrong
+        plan is mostly seen in the first ones."""
         for training, inputs in self._cases:
             model.train(training).zero_grad()
             outputs = tensors_of(model(**inputs))
@@ -107,5 +104,4 @@ class SmallCopy:
                 parameter.data = data
             values = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
             values |= {k: v.clone() for k, v in gradients.items() if v.is_floating_point()}
-            found.append(values)
-        return found
+            yield values
