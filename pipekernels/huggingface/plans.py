@@ -1,5 +1,5 @@
-"""Plans for models of transformers: the one that a model carries, ``model.tp_plan``, or ours; what
-``tensor_parallelize`` replaces in such models."""
+"""Plans for models of transformers: the one that a model carries, ``model.tp_plan``, or a derived
+one; what ``tensor_parallelize`` replaces in such models."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from types import MethodType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -31,7 +30,6 @@ from pipekernels.tensor_parallel.sharded import sharded_layers
 
 _log = logging.getLogger(__name__)
 V = TypeVar("V")
-_Table: TypeAlias = tuple[dict[str, str], dict[str, tuple[str, ...]]]
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "save_pretrained": save_pretrained,
@@ -76,20 +74,12 @@ def _plan_of(model: Any) -> ShardingPlan | None:
         )
     if not hasattr(config, "to_dict"):
         return None
-    # The model's own plan, or our table; completed, or made, by a derived one.
+    # The model's own plan; completed, or made, by a derived one.
     carried: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    words, divided = (carried, {}) if carried else _TABLES.get(config.model_type, ({}, {}))
-    named, _ = kinds_by_name(model, {p: parse(word) or Kind(word) for p, word in words.items()})
+    named, _ = kinds_by_name(model, {p: parse(word) or Kind(word) for p, word in carried.items()})
     kinds = _adapted(model, named, config)
-    owners = {
-        name: keys
-        for name, _ in model.named_modules()
-        for pattern, keys in divided.items()
-        if fnmatchcase(name, pattern)
-    }
-    plan = ShardingPlan(kinds, _heads(model, kinds), owners)
-    names_attention = any("attn" in name or "attention" in name for name in named)
-    if not words or (carried and not names_attention):
+    plan = ShardingPlan(kinds, _heads(model, kinds))
+    if not any("attn" in name or "attention" in name for name in named):
         plan = _with_derived(plan, derived_plan(model, _heads))
     # What plans leave out: experts, of which every rank holds a part of each, and the output head.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -207,59 +197,6 @@ def _counts(attention: nn.Module, config: Any) -> Heads:
     return heads, heads // groups if isinstance(groups, int) else heads
 
 
-def _words(columns: str, rows: str, **others: str) -> dict[str, str]:
-    """Words of kinds by the last parts of module names."""
-    kinds = dict.fromkeys(columns.split(), "column") | dict.fromkeys(rows.split(), "row")
-    return {f"*.{name}": kind for name, kind in (kinds | others).items()}
-
-
-_BERT: _Table = (
-    _words("self.query self.key self.value intermediate.dense", "output.dense"),
-    {"*.attention.self": ("num_attention_heads", "all_head_size")},
-)
-_PROJECTIONS = _words("q_proj k_proj v_proj fc1", "out_proj fc2")
-_TABLES: dict[str, _Table] = {
-    "bert": _BERT,
-    "bloom": (
-        _words(
-            "query_key_value dense_h_to_4h",
-            "self_attention.dense dense_4h_to_h",
-            self_attention="split_alibi",
-        ),
-        # Without slow_but_exact, which cuts weights by hand.
-        {"*.self_attention": ("num_heads", "slow_but_exact"), "*.mlp": ("slow_but_exact",)},
-    ),
-    "distilbert": (
-        _words("q_lin k_lin v_lin lin1", "out_lin lin2"),
-        {"*.attention": ("n_heads", "dim")},
-    ),
-    "gpt2": (
-        _words("c_fc q_attn", "c_proj")
-        | {"*.attn.c_attn": "packed_column:3", "*.crossattention.c_attn": "packed_column:2"},
-        dict.fromkeys(("*.attn", "*.crossattention"), ("num_heads", "split_size")),
-    ),
-    # Queries, with one head of keys and values, are fused into one layer.
-    "gpt_bigcode": (
-        _words("mlp.c_fc", "mlp.c_proj")
-        | {"*.attn.c_attn": "column_gather_output", "*.attn.c_proj": "row_split_input"},
-        {},
-    ),
-    "opt": (_PROJECTIONS, {"*.self_attn": ("num_heads",)}),
-    "roberta": _BERT,
-    "t5": (
-        _words("q k v wi wi_0 wi_1", "o wo", relative_attention_bias="split_output"),
-        {"*.SelfAttention": ("n_heads",), "*.EncDecAttention": ("n_heads",)},
-    ),
-    "vit": (
-        _words("q_proj k_proj v_proj fc1", "o_proj fc2"),
-        {"*.attention": ("num_attention_heads",)},
-    ),
-    "whisper": (_PROJECTIONS, {"*_attn": ("num_heads",)}),
-}
-"""By ``model.config.model_type``: words, and attributes of which a rank has its share, by patterns
-for module names."""
-
-
 def _why_unfit(config: Any) -> str:
     """Why the plan for a model is wrong here, where its configuration says so; empty otherwise."""
     model_type = getattr(config, "model_type", None)
@@ -267,6 +204,4 @@ def _why_unfit(config: Any) -> str:
         return "its mask of attention has all heads, of which the carried plan shards the queries'"
     if model_type == "zaya":
         return "it names layers of the router like those of an MLP"
-    if model_type == "gpt_bigcode" and config.add_cross_attention:
-        return "its cross-attention splits one layer into keys and values of all heads"
     return ""

@@ -39,10 +39,6 @@ UNFIT: dict[str, Any] = {
         "mean and deviation.*activation_sparsity=0.5",
     ),
     "Doge": lambda: (config_of("Doge", **GROUPED), "no plan that is right"),
-    "BigCode": lambda: (
-        config_of("GPTBigCode", **SIZES, add_cross_attention=True, multi_query=False),
-        "no plan that is right.*cross-attention",
-    ),
     "CodeGen": lambda: (config_of("CodeGen", n_embd=64, n_layer=1, n_head=4), "carries no plan"),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ a block: an attention head, or one feature of an MLP.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -212,13 +213,16 @@ class Group:
 
     def per_head(self) -> dict[str, str]:
         """Kinds of modules whose parameters may have an element for each head: owners of producers,
-        and embeddings beside or around these, which may be biases of positions."""
+        and embeddings beside or around these, which may be biases of positions; and of owners that
+        take such a bias (ALiBi)."""
         found = {}
         for name, owner in self._owners(*self._producers).items():
             shapes = [parameter.shape for parameter in owner.parameters(recurse=False)]
             sizes = [next((size for size in shape if size > 1), 1) for shape in shapes]
             if sizes and not any(size % self.count for size in sizes):
                 found[pattern_of(name)] = "split_parameters"
+            if "alibi" in inspect.signature(owner.forward).parameters:
+                found[pattern_of(name)] = "split_alibi"
             for other, module in self._model.named_modules():
                 is_around = f"{name}.".startswith(f"{other.rpartition('.')[0]}.")
                 if is_around and is_embedding(module) and module.embedding_dim == self.count:

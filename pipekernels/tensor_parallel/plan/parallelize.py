@@ -141,8 +141,8 @@ def tensor_parallelize(
             load the same checkpoint first.
         plan: patterns for the names in ``model.named_modules()``, as in ``fnmatch`` (``*``
             matches dots too), each with a kind. Modules that no pattern matches stay whole.
-            ``"auto"``: the plan that the model carries, or one of ours, or one derived from a small
-            copy of it (:doc:`/guides/transformers`); it divides head counts as well.
+            ``"auto"``: the plan that the model carries, or one that is derived from a small copy
+            of it (:doc:`/guides/transformers`); it divides head counts as well.
             :func:`plan_for` shows it.
         comm: ``None`` for a new one, of :meth:`pipekernels.Communicator.from_process_group`.
         invariant: results and gradients have the same bits on 1, 2, 4 and 8 ranks

@@ -277,9 +277,7 @@ def _attributes(
         own = found[name] = {}
         for key in divided.get(name, ()):
             value = getattr(module, key, None)
-            if isinstance(value, bool):  # A way of computing that needs whole weights: turned off.
-                own[key] = [0] * world_size
-            elif isinstance(value, int):
+            if isinstance(value, int):
                 # An attribute counts heads of queries, or else those of keys, or their features.
                 counted = heads if not heads or value % heads[0] == 0 else (heads[1], heads[1])
                 if value % (counted[0] if counted else world_size):

@@ -26,7 +26,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from pipekernels import Communicator, tensor_parallelize
-from pipekernels.huggingface.derive.small_models import small_model
+from pipekernels.huggingface.derive.small_models import running_inputs, small_model
 from support.checks import full_gradients
 from support.ranks import run_threads
 
@@ -41,7 +41,7 @@ REASONS = {
     "ranks cannot share": "there are fewer heads than ranks",
 }
 RANKS = 2
-SECONDS = 60  # For the comparison of one family.
+SECONDS = 200  # For the comparison of one family.
 SECONDS_OF_SHARE = 600
 MOST = 0.60
 """Of the parameters: what a rank holds of a family that counts as sharded."""
@@ -191,7 +191,8 @@ def look_at(family: str) -> Finding:
     with warnings.catch_warnings(), limited(SECONDS):
         warnings.simplefilter("ignore")
         try:
-            plain, inputs = small_model(*class_of(family))
+            plain = small_model(*class_of(family))
+            inputs = running_inputs(plain)
             refusal = run_threads(RANKS, partial(refused, copy.deepcopy(plain)))[0]
             if refusal is not None:
                 return Finding(family, "refused", refusal)
