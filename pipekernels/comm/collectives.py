@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from pipekernels._torch_private import is_profiler_enabled
+from pipekernels.comm import messages
 from pipekernels.comm.codes import codes, reduction_in
 from pipekernels.comm.cuda import CudaBackend
 from pipekernels.comm.process_group import ProcessGroupBackend
@@ -30,6 +31,7 @@ from pipekernels.comm.tensors import (
 )
 from pipekernels.device.profiling import in_profile
 
+T = TypeVar("T")
 CpuBackend: TypeAlias = SharedMemoryBackend | ProcessGroupBackend
 DeviceBackend: TypeAlias = CudaBackend | ProcessGroupBackend
 # Of a device, and of the backend of the communicator that this one is split off, if there is one.
@@ -62,6 +64,20 @@ class Collectives:
         self._cuda_backend: DeviceBackend | None = None  # Made at the first use of CUDA.
         self._parent: weakref.ref[Collectives] | None = None  # That it was split off.
         self._lock = threading.Lock()  # Held while ``_cuda_backend`` is made.
+
+    @property
+    def rank(self) -> int:
+        """This rank, counted from 0."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._world_size
+
+    def _exchange(self, item: Any, message_type: type[T]) -> list[T]:
+        """See :class:`pipekernels.comm.bootstrap.rendezvous.Rendezvous`."""
+        return messages.all_gather(item, message_type, self.all_gather, torch.device("cpu"))
 
     def _backend_for(self, device: torch.device) -> CpuBackend | DeviceBackend:
         return self._cpu_backend if device.type == "cpu" else self._device_backend(device)

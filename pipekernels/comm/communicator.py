@@ -7,7 +7,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from pipekernels import _backend
 from pipekernels._arguments import integer
 from pipekernels._torch_private import timeout_of
-from pipekernels.comm import messages
 from pipekernels.comm.bootstrap.processes import join_processes, problem_of, raise_join_failure
 from pipekernels.comm.bootstrap.rendezvous import (
     Rendezvous,
@@ -38,8 +37,6 @@ from pipekernels.comm.shared_memory import SharedMemoryBackend
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-T = TypeVar("T")
 
 _handles = itertools.count(1)
 # Compiled programs name a communicator by its handle. An entry lives as long as its communicator.
@@ -254,16 +251,6 @@ class Communicator(Collectives):
         return communicator
 
     @property
-    def rank(self) -> int:
-        """This rank, counted from 0."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._world_size
-
-    @property
     def timeout(self) -> float:
         """Seconds that this rank waits for the others, in any call."""
         return self._timeout
@@ -318,10 +305,6 @@ class Communicator(Collectives):
                 self._cuda_backend.close(abort=True)
             self._cpu_backend.abort()
         self.close()
-
-    def _exchange(self, item: Any, message_type: type[T]) -> list[T]:
-        """See :class:`pipekernels.comm.bootstrap.rendezvous.Rendezvous`."""
-        return messages.all_gather(item, message_type, self.all_gather, torch.device("cpu"))
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self._rank}, world_size={self._world_size})"

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipekernels._arguments import check_kind
 from pipekernels.huggingface.pretrained import save_pretrained
-from pipekernels.tensor_parallel.changes import set_attribute
+from pipekernels.tensor_parallel.full_layer import set_attribute
 from pipekernels.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,

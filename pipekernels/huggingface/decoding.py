@@ -34,7 +34,7 @@ from pipekernels._torch_private import (
     refusals,
 )
 from pipekernels.huggingface.decoder_graph import Memory, decompose_attention, join_products
-from pipekernels.tensor_parallel.changes import set_attribute
+from pipekernels.tensor_parallel.full_layer import set_attribute
 
 _log = logging.getLogger(__name__)
 _PROGRAMS = 64  # The most that layers of a model have: kinds of layers times sizes of batches.

@@ -21,12 +21,11 @@ from pipekernels.huggingface.generation import (
     warn_of_attentions,
 )
 from pipekernels.huggingface.pretrained import resize_token_embeddings, save_pretrained
-from pipekernels.tensor_parallel.changes import note_hook, set_attribute
-from pipekernels.tensor_parallel.full_layer import is_experts
+from pipekernels.tensor_parallel.full_layer import is_experts, note_hook, set_attribute
 from pipekernels.tensor_parallel.functional import Heads
 from pipekernels.tensor_parallel.plan.kinds import EXPERTS, GATHERED, Kind, kinds_by_name, parse
 from pipekernels.tensor_parallel.plan.sharding_plan import PlanProvider, ShardingPlan, base_of
-from pipekernels.tensor_parallel.sharded import sharded_layers
+from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 _log = logging.getLogger(__name__)
 V = TypeVar("V")
@@ -55,13 +54,17 @@ class Transformers(PlanProvider):
     def prepare(self, model: nn.Module) -> None:
         transformers: Any = sys.modules["transformers"]
         for module in model.modules():
-            if isinstance(module, transformers.PreTrainedModel) and sharded_layers(module):
+            if isinstance(module, transformers.PreTrainedModel) and _has_shards(module):
                 for name, method in _METHODS.items():
                     if hasattr(type(module), name):
                         set_attribute(module, name, MethodType(method, module))
         base = base_of(model)
-        if hasattr(getattr(base, "config", None), "output_attentions") and sharded_layers(base):
+        if hasattr(getattr(base, "config", None), "output_attentions") and _has_shards(base):
             note_hook(base, base.register_forward_pre_hook(warn_of_attentions, with_kwargs=True))
+
+
+def _has_shards(model: nn.Module) -> bool:
+    return any(isinstance(module, ShardedLayer) for module in model.modules())
 
 
 def _plan_of(model: Any) -> ShardingPlan | None:

@@ -1,4 +1,5 @@
-"""Full layers that can be sharded, and what prevents others."""
+"""The modules of a full model: layers that can be sharded, what prevents others, and changes to
+modules that stay, which ``tensor_unparallelize`` undoes."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from pipekernels._torch_private import has_hooks, module_has_hooks
 
@@ -81,3 +83,36 @@ def check_weights(layer: nn.Module) -> None:
 def is_hooked(layer: nn.Module) -> bool:
     """Whether ``layer`` or one of its parameters has hooks."""
     return module_has_hooks(layer) or any(map(has_hooks, layer.parameters()))
+
+
+# Modules record their changes, so that a copy of a model has them too.
+_NOTED, _HOOKS = "_pipekernels_changes", "forward hooks"
+_ABSENT = ("absent",)
+
+
+def set_attribute(module: nn.Module, name: str, value: object) -> None:
+    """Set an attribute that is not a parameter, buffer or module."""
+    before = vars(module).get(name, _ABSENT)
+    vars(module).setdefault(_NOTED, {}).setdefault(name, before)
+    setattr(module, name, value)
+
+
+def note_hook(module: nn.Module, handle: RemovableHandle) -> None:
+    """Note a forward hook or pre-hook of ``module``, which its registration has given. If the hook
+    has a method ``release``, it is called with the module when the hook is removed."""
+    vars(module).setdefault(_NOTED, {}).setdefault(_HOOKS, []).append(handle.id)
+
+
+def undo_changes(module: nn.Module) -> None:
+    """Undo what the functions above did to ``module``."""
+    noted = vars(module).pop(_NOTED, {})
+    for key in noted.pop(_HOOKS, ()):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            hook: Any = hooks.pop(key, None)  # Keys are those of all hooks of the process.
+            if hasattr(hook, "release"):
+                hook.release(module)
+    for name, before in noted.items():
+        if before == _ABSENT:  # Equal, not the same: it may be a deep copy.
+            delattr(module, name)
+        else:
+            setattr(module, name, before)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipekernels._torch_private import current_node, has_hooks
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.changes import note_hook
+from pipekernels.tensor_parallel.full_layer import note_hook
 from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans
 from pipekernels.tensor_parallel.invariant.exact_sums import exact_gradients
 

@@ -39,9 +39,10 @@ MAY_IMPORT = {
     "tensor_parallel.data_parallel": {"comm"},
     "tensor_parallel.functional": {"ops"},
     "tensor_parallel.invariant": {"tensor_parallel.data_parallel", "tensor_parallel.functional"},
-    "tensor_parallel.changes": set(),
     "tensor_parallel.full_layer": {"_torch_private"},
-    "tensor_parallel.partial_gradients": {"tensor_parallel.invariant", "tensor_parallel.changes"},
+    "tensor_parallel.partial_gradients": {
+        *("tensor_parallel.invariant", "tensor_parallel.full_layer"),
+    },
     "tensor_parallel.sharded": {"tensor_parallel.invariant", "tensor_parallel.full_layer"},
     "tensor_parallel.linear": {"tensor_parallel.partial_gradients", "tensor_parallel.sharded"},
     "tensor_parallel.embedding": {"tensor_parallel.sharded"},

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
-from pipekernels.tensor_parallel.changes import note_hook
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
 from pipekernels.tensor_parallel.experts import ParallelExperts
 from pipekernels.tensor_parallel.full_layer import (
@@ -25,6 +24,7 @@ from pipekernels.tensor_parallel.full_layer import (
     is_embedding,
     is_experts,
     linear_classes,
+    note_hook,
 )
 from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans
 from pipekernels.tensor_parallel.invariant.slabs import check_width

@@ -12,11 +12,14 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipekernels._arguments import check_kind
 from pipekernels._torch_private import tree_leaves
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.changes import set_attribute, undo_changes
-from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
+from pipekernels.tensor_parallel.full_layer import (
+    REMEDY,
+    is_hooked,
+    set_attribute,
+    undo_changes,
+)
 from pipekernels.tensor_parallel.invariant.exact_sums import check_own_parameters
 from pipekernels.tensor_parallel.invariant.slabs import has_slabs
 from pipekernels.tensor_parallel.plan.kinds import SUMMED, HookKind, LayerKind
@@ -163,11 +166,10 @@ def tensor_parallelize(
             module that is not sharded the same way; ranks differ in layers or weights; ``"auto"``
             finds no plan; or outputs for ``check`` differ. The model is then unchanged.
     """
-    check_kind("model", model, nn.Module, "an nn.Module")
-    check_kind("plan", plan, (Mapping, str), "a mapping of patterns to kinds, or 'auto'")
     if comm is None:
         comm = Communicator.from_process_group()
-    check_kind("comm", comm, Communicator, "a pipekernels.Communicator")
+    if not isinstance(comm, Communicator):
+        raise TypeError(f"comm must be a pipekernels.Communicator, got {type(comm).__name__}")
     # Checked: shard, compare, and undo it if a rank finds a difference.
     if check is not None:
         before = outputs_of(model, check)

@@ -108,6 +108,8 @@ def providers() -> list[PlanProvider]:
 
 def base_of(model: nn.Module) -> nn.Module:
     """The model whose names plans use, which torch.compile or a library may have wrapped."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     model = uncompiled(model)
     for provider in providers():
         model = provider.base_of(model)
@@ -141,6 +143,7 @@ def resolve(
     elif isinstance(plan, str):
         raise ValueError(f"plan must be a mapping or 'auto', got {plan!r}")
     else:
+        check_kind("plan", plan, Mapping, "a mapping of patterns to kinds, or 'auto'")
         kinds, unused = kinds_by_name(model, _parsed(plan))
         if unused:
             raise ValueError(

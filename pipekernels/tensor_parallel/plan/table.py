@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from pipekernels._arguments import check_kind, integer
+from pipekernels._arguments import integer
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.full_layer import is_experts
 from pipekernels.tensor_parallel.plan.kinds import HookKind, LayerKind
@@ -87,8 +87,6 @@ def plan_for(
     Raises:
         TypeError, ValueError: as :func:`tensor_parallelize`.
     """
-    check_kind("model", model, nn.Module, "an nn.Module")
-    check_kind("plan", plan, (Mapping, str), "a mapping of patterns to kinds, or 'auto'")
     world_size = integer("world_size", world_size)
     base = base_of(model)
     sharding_plan = resolve(base, plan, world_size)
