@@ -11,35 +11,28 @@ import argparse
 import asyncio
 import os
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import transformers
+import uvicorn
+from fastapi import HTTPException
 from torch import Tensor
+from transformers.cli.serving import chat_completion, completion, model_manager, response, server
+from transformers.cli.serving.utils import CBGenerateManager, GenerationState
+from transformers.generation.continuous_batching import cb_logits_processors, model_runner
 
 from pipekernels.comm import Communicator
 from pipekernels.huggingface.load import load_pretrained
 from pipekernels.tensor_parallel import tensor_parallelize
 
-_transformers: Any = import_module("transformers")
-_uvicorn: Any = import_module("uvicorn")
-
-
-def _of_transformers(name: str) -> Any:
-    return import_module(f"transformers.{name}")
-
-
-_models: Any = _of_transformers("cli.serving.model_manager")
-_processors: Any = _of_transformers("generation.continuous_batching.cb_logits_processors")
-_utils: Any = _of_transformers("cli.serving.utils")
-
+_Manager: Any = CBGenerateManager
 _PAGE, _BATCH = 64, 512  # Tokens of a step: a longer prompt would hold up the answers beside it.
 _GRACE = 8  # Seconds for what runs when the server is to end.
 _UNHEALTHY = 0.5  # Seconds for which /health tells of a dead rank before the server ends.
@@ -47,7 +40,7 @@ _UNHEALTHY = 0.5  # Seconds for which /health tells of a dead rank before the se
 _ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health"}
 
 
-class Sampler(_processors.ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
+class Sampler(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
     """Changes the scores of each request in a batch by its own parameters, so that their argmax is
     its token: the same on all ranks, whatever else is in the batch.
 
@@ -55,22 +48,19 @@ class Sampler(_processors.ContinuousBatchingLogitsProcessor):  # type: ignore[mi
     the request and the position (Maddison, Tarlow, Minka, "A* Sampling", 2014).
     """
 
-    supported_kwargs: ClassVar[Any] = {"processors": list, "stop": list, "seed": int}
-    ignored_kwargs = ()
-
     def __init__(self, tokenizer: Any) -> None:
+        super().__init__(transformers.LogitsProcessorList())
+        self.do_processing = True
+        self.supported_keys = {"processors": list, "stop": list, "seed": int}
         self._tokenizer = tokenizer
         self._states: list[Any] = []
         self._generator = torch.Generator()
 
-    def fill_defaults(self, int32_tensor: Tensor) -> None:
-        int32_tensor.zero_()
+    def prepare_tensor_args(self, requests_in_batch: Sequence[Any], arg_storage: Tensor) -> Tensor:
+        self._states = [each.state for each in requests_in_batch if each.has_new_token]
+        return arg_storage
 
-    def prepare_tensor_args(self, requests_with_new_token: Sequence[Any]) -> Tensor:
-        self._states = [request.state for request in requests_with_new_token]
-        return torch.zeros(len(self._states), dtype=torch.int32)
-
-    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor, args: Tensor) -> Tensor:
         # Of [batch, vocabulary]; behind those of the requests that get a token, rows of no meaning.
         for row, state in zip(scores, self._states, strict=False):
             asked = state.logit_processor_kwargs
@@ -88,7 +78,7 @@ class Sampler(_processors.ContinuousBatchingLogitsProcessor):  # type: ignore[mi
         return scores
 
 
-class Requests(_utils.CBGenerateManager):  # type: ignore[misc]
+class Requests(_Manager):  # type: ignore[misc]
     """Gives requests to a manager, each with its own parameters, and with a name of ours, as names
     that clients give need not differ."""
 
@@ -105,10 +95,9 @@ class Requests(_utils.CBGenerateManager):  # type: ignore[misc]
             return request_id
 
         manager.add_request = add_later
-        runner = _of_transformers("generation.continuous_batching.model_runner")
-        self._limit = runner.infer_max_single_request_tokens(manager.batch_processor.cache)
+        room = model_runner.infer_max_single_request_tokens(manager.batch_processor.cache)
         config = manager.model.config.get_text_config()
-        self._limit = min(self._limit, getattr(config, "max_position_embeddings", self._limit))
+        self._limit = min(room, getattr(config, "max_position_embeddings", room))
         self._vocabulary = config.vocab_size
 
     def generate_streaming(self, *args: Any, request_id: str, **more: Any) -> Any:
@@ -138,7 +127,7 @@ class Requests(_utils.CBGenerateManager):  # type: ignore[misc]
             # An error in these would show on all ranks otherwise.
             processors(torch.tensor([tokens]), torch.zeros(1, self._vocabulary))
         except Exception as error:
-            raise import_module("fastapi").HTTPException(400, str(error)) from error
+            raise HTTPException(400, str(error)) from error
         stop, name = config.stop_strings or [], uuid.uuid4().hex
         self._asked[name] = {
             "processors": processors,
@@ -149,18 +138,7 @@ class Requests(_utils.CBGenerateManager):  # type: ignore[misc]
         return name
 
 
-class Models(_models.ModelManager):  # type: ignore[misc]
-    """The one model that is served."""
-
-    def __init__(self, folder: Path, model: Any, tokenizer: Any) -> None:
-        own = {"id": str(folder), "object": "model", "created": 0, "owned_by": "pipekernels"}
-        self._load_processor = lambda *_, **__: tokenizer
-        self._load_model = lambda *_, **__: model
-        self.get_gen_models = lambda: [own]
-        super().__init__(force_model=str(folder))
-
-
-class Server(_uvicorn.Server):  # type: ignore[misc]
+class Server(uvicorn.Server):
     """Says where it listens; ends soon after a rank has died."""
 
     def __init__(self, config: Any, manager: Any, folder: Path, pids: Sequence[int]) -> None:
@@ -178,53 +156,42 @@ class Server(_uvicorn.Server):  # type: ignore[misc]
         # manager notices, so that a signal alone does not mean that all is well.
         ends: bool = await super().on_tick(counter)
         status = self._manager.background_thread_status
-        dead = [rank for rank, pid in enumerate(self._pids) if not _exists(pid)]
+        dead = [rank for rank, pid in enumerate(self._pids) if not Path(f"/proc/{pid}").exists()]
         if dead and status.fatal_error is None:
             status.record_fatal_error(RuntimeError(f"rank {dead[0]} has died"))
         if status.fatal_error is not None:
             await asyncio.sleep(_UNHEALTHY)
-            _leave(self._manager)
+            os._exit(1)
         return ends
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.should_exit = True  # A second Ctrl-C changes nothing: the launcher repeats the first.
 
 
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def _load(options: argparse.Namespace, comm: Communicator) -> tuple[Any, Any]:
     """The sharded model and its tokenizer."""
     folder = options.folder
-    config = _transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
     dtype = config.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     with torch.device("meta"):
-        model = _transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     tensor_parallelize(model.eval(), "auto", comm)
     load_pretrained(model, folder, bits=options.bits, progress=comm.rank == 0)
     if (folder / "generation_config.json").is_file():
-        model.generation_config = _transformers.GenerationConfig.from_pretrained(folder)
-    return model, _transformers.AutoTokenizer.from_pretrained(folder)
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def _manager(model: Any, tokenizer: Any, cache_tokens: int | None) -> Any:
     """The manager of this rank, running: each token is the argmax of what the sampler makes."""
-    config = _transformers.ContinuousBatchingConfig(
+    config = transformers.ContinuousBatchingConfig(
         page_size=_PAGE,
         num_blocks=cache_tokens and -(-cache_tokens // _PAGE),
         max_batch_tokens=_BATCH,
-        disable_nccl_graph_mixing=False,
     )
-    greedy = _transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
+    greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
     manager = model.init_continuous_batching(greedy, config)
-    own = _transformers.LogitsProcessorList([Sampler(tokenizer)])
-    manager.logit_processor = _processors.ContinuousBatchingLogitsProcessorList(own)
-    manager.logit_processor.tensors_required = 1
+    manager.logit_processor = Sampler(tokenizer)
     manager.warmup()  # Makes the cache, on all ranks.
     scheduler = manager.batch_processor.scheduler
     clear = scheduler.clear_cancelled_requests
@@ -244,33 +211,35 @@ def _answer(
     options: argparse.Namespace, model: Any, tokenizer: Any, manager: Any, pids: Sequence[int]
 ) -> None:
     """Serve until a signal comes, or a process of ``pids``, those of all ranks, has ended."""
-    models = Models(options.folder, model, tokenizer)
-    state = _utils.GenerationState(continuous_batching=True)
+    models: Any = model_manager.ModelManager()
+    models.force_model = str(options.folder)
+    own = {"id": models.force_model, "object": "model", "created": 0, "owned_by": "pipekernels"}
+    models.get_gen_models = lambda: [own]
+    state = GenerationState(continuous_batching=True)
     state._cb_manager = Requests(manager)
     state._cb_model_id = models.process_model_name(models.force_model)
-    served = models, state
-    chat = _of_transformers("cli.serving.chat_completion").ChatCompletionHandler(*served)
-    completion = _of_transformers("cli.serving.completion").CompletionHandler(*served)
-    response = _of_transformers("cli.serving.response").ResponseHandler(*served)
-    build = _of_transformers("cli.serving.server").build_server
-    app = build(models, chat, completion, response, None, None, state)
+    timed = model_manager.TimedModel(model, timeout_seconds=-1, processor=tokenizer)  # For good.
+    models.loaded_models[state._cb_model_id] = timed
+    build: Any = server.build_server
+    app = build(
+        models,
+        chat_completion.ChatCompletionHandler(models, state),
+        completion.CompletionHandler(models, state),
+        response.ResponseHandler(models, state),
+        None,
+        None,
+        state,
+    )
     app.router.routes = [route for route in app.router.routes if route.path in _ROUTES]
-    given = {"host": options.host, "port": options.port, "log_level": "warning"}
-    config = _uvicorn.Config(app, **given, timeout_graceful_shutdown=_GRACE)
+    config = uvicorn.Config(
+        app, options.host, options.port, log_level="warning", timeout_graceful_shutdown=_GRACE
+    )
     Server(config, manager, options.folder, pids).run()
-
-
-def _leave(manager: Any) -> NoReturn:
-    """End this rank without waiting for one that has died, or for threads of libraries."""
-    error, rank = manager.background_thread_status.fatal_error, dist.get_rank()
-    if error is not None:
-        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-    os._exit(error is not None)
 
 
 def serve(options: argparse.Namespace) -> NoReturn:
     """Be one rank of a server, with the options of ``pipekernels serve``. Ends the process."""
-    _transformers.logging.set_verbosity_error()  # It would name every request.
+    transformers.logging.set_verbosity_error()  # It would name every request.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo")
     comm = Communicator.from_process_group()
@@ -288,4 +257,5 @@ def serve(options: argparse.Namespace) -> NoReturn:
         manager.stop(hard_stop=True, timeout=1)
     while manager.is_running() and manager.background_thread_status.fatal_error is None:
         time.sleep(0.1)
-    _leave(manager)
+    # Without waiting for a rank that has died, or for threads of libraries.
+    os._exit(manager.background_thread_status.fatal_error is not None)

@@ -126,7 +126,7 @@ def _small(name: str, value: Any, fields: Mapping[str, Any]) -> Any:
     return value
 
 
-def small_model(model_class: type[nn.Module], config: Any) -> nn.Module:
+def small_model(model_class: type[nn.Module], config: Any) -> Any:
     """A small model of a class and with all layers of a configuration, in evaluation mode, in
     float64 if it runs there. ValueError if it cannot be made, or does not run with inputs that can
     be made here."""
