@@ -86,18 +86,18 @@ def _files_in(folder: Path) -> list[str]:
             "load the model by from_pretrained, and save it with save_pretrained(folder), which "
             "writes them"
         )
-    by_config = _beside(folder / "config.json", "transformers_weights", [name])
-    if not name.endswith(".index.json"):
-        return by_config
-    places = _fields(folder / name).get("weight_map")
-    values = places.values() if isinstance(places, dict) else [places]
-    names = _beside(folder / name, "weight_map", values)
-    if missing := [each for each in names if not (folder / each).is_file()]:
+    # Names may come from anywhere, and only files of the folder are read.
+    files = [path.name for path in folder.iterdir()]
+    names, source = [name], "config.json"
+    if name in files and name.endswith(".index.json"):
+        places, source = _fields(folder / name).get("weight_map"), name
+        names = list(places.values()) if isinstance(places, dict) else [places]
+    if missing := {str(each) for each in names if each not in files}:
         raise FileNotFoundError(
-            f"{folder / name} names {', '.join(missing)}, which {folder} lacks; copy all files of "
-            "the checkpoint there"
+            f"{folder / source} names {', '.join(sorted(missing))[:200]}, which {folder} lacks; "
+            "copy all files of the checkpoint there"
         )
-    return names
+    return sorted(set(names))
 
 
 def _fields(path: Path) -> dict[str, Any]:
@@ -109,19 +109,6 @@ def _fields(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         fields = error
     raise ValueError(f"{path} has no JSON object, but {fields!r:.200}; copy it there again")
-
-
-def _beside(path: Path, field: str, names: Iterable[Any]) -> list[str]:
-    """``names`` without repetitions, sorted; ValueError unless all are of files beside ``path``,
-    which may come from anywhere."""
-    wrong = [n for n in names if not isinstance(n, str) or Path(n).name != n or "\0" in n]
-    if wrong:
-        raise ValueError(
-            f"{field} of {path} must name files beside it, got "
-            f"{', '.join(sorted(set(map(str, wrong))))[:200]}; save the model with "
-            "save_pretrained(folder)"
-        )
-    return sorted(set(names))
 
 
 def check_not_quantized(

@@ -4,8 +4,6 @@ ranks."""
 from __future__ import annotations
 
 import os
-import warnings
-import zlib
 from functools import partial
 from typing import Any
 
@@ -39,33 +37,24 @@ def _as_on_rank_0(own: Any, comms: list[Communicator], *args: Any, **kwargs: Any
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``generate``, to which callers give the same inputs on all ranks, if ranks will draw the same
-    random numbers; else RuntimeError."""
+    """``generate``, to which callers give the same inputs on all ranks. A model that samples draws
+    the random numbers of rank 0 on all of them."""
     if _samples(model, *args, **kwargs):
         for comm in communicators(model):
-            _check_random_numbers(comm, model.device)
+            _share_random_numbers(comm, model.device)
     return type(model).generate(model, *args, **kwargs)
 
 
-def _check_random_numbers(comm: Communicator, device: torch.device) -> None:
-    # A digest of the generator's state, and which generator it is.
-    is_cuda = device.type == "cuda"
-    state = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
-    generator = [os.getpid(), torch.cuda.current_device() if is_cuda else -1]
-    own = torch.tensor([[zlib.crc32(state.numpy().tobytes()), *generator]], device="cpu")
-    gathered = comm.all_gather(own).tolist()
-    if len({tuple(generator) for _, *generator in gathered}) < len(gathered):
+def _share_random_numbers(comm: Communicator, device: torch.device) -> None:
+    if len(set(comm._exchange(os.getpid(), int))) < comm.world_size:
         raise RuntimeError(
             "generate() samples, but ranks are threads that share a random number generator, so "
             "each would draw other tokens; start one process per rank, or pass do_sample=False"
         )
-    others = [rank for rank, (digest, *_) in enumerate(gathered) if digest != gathered[0][0]]
-    if others:
-        raise RuntimeError(
-            f"generate() samples, but the random number generators of ranks {others} are in "
-            "another state than that of rank 0, so they would draw other tokens; call "
-            "torch.manual_seed(seed) with one seed on all ranks just before"
-        )
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(comm.broadcast(torch.cuda.get_rng_state(device)), device)
+    else:
+        torch.set_rng_state(comm.broadcast(torch.get_rng_state()))
 
 
 def _samples(
@@ -75,17 +64,3 @@ def _samples(
     if asked is None:
         asked = (generation_config or model.generation_config).do_sample
     return bool(asked)
-
-
-def warn_of_attentions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Warn when a model with sharded attention, whose hook this is, is to return its weights."""
-    asked = kwargs.get("output_attentions")
-    if not torch.compiler.is_compiling() and (
-        model.config.output_attentions if asked is None else asked
-    ):
-        warnings.warn(
-            "output_attentions=True returns the attention weights of this rank's heads only, where "
-            "the attention is sharded",
-            UserWarning,
-            stacklevel=2,
-        )

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -18,17 +18,15 @@ from pipekernels.huggingface.generation import (
     generate,
     get_stopping_criteria,
     unknown_cache_shape,
-    warn_of_attentions,
 )
 from pipekernels.huggingface.pretrained import resize_token_embeddings, save_pretrained
-from pipekernels.tensor_parallel.full_layer import is_experts, note_hook, set_attribute
+from pipekernels.tensor_parallel.full_layer import is_experts, set_attribute
 from pipekernels.tensor_parallel.functional import Heads
 from pipekernels.tensor_parallel.plan.kinds import EXPERTS, GATHERED, Kind, kinds_by_name, parse
-from pipekernels.tensor_parallel.plan.sharding_plan import PlanProvider, ShardingPlan, base_of
+from pipekernels.tensor_parallel.plan.sharding_plan import PlanProvider, ShardingPlan
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 _log = logging.getLogger(__name__)
-V = TypeVar("V")
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "save_pretrained": save_pretrained,
@@ -54,17 +52,11 @@ class Transformers(PlanProvider):
     def prepare(self, model: nn.Module) -> None:
         transformers: Any = sys.modules["transformers"]
         for module in model.modules():
-            if isinstance(module, transformers.PreTrainedModel) and _has_shards(module):
+            has_shards = any(isinstance(each, ShardedLayer) for each in module.modules())
+            if isinstance(module, transformers.PreTrainedModel) and has_shards:
                 for name, method in _METHODS.items():
                     if hasattr(type(module), name):
                         set_attribute(module, name, MethodType(method, module))
-        base = base_of(model)
-        if hasattr(getattr(base, "config", None), "output_attentions") and _has_shards(base):
-            note_hook(base, base.register_forward_pre_hook(warn_of_attentions, with_kwargs=True))
-
-
-def _has_shards(model: nn.Module) -> bool:
-    return any(isinstance(module, ShardedLayer) for module in model.modules())
 
 
 def _plan_of(model: Any) -> ShardingPlan | None:
@@ -83,7 +75,7 @@ def _plan_of(model: Any) -> ShardingPlan | None:
     kinds = _adapted(model, named, config)
     plan = ShardingPlan(kinds, _heads(model, kinds))
     if not any("attn" in name or "attention" in name for name in named):
-        plan = _with_derived(plan, derived_plan(model, _heads))
+        plan = _joined(plan, derived_plan(model, _heads))
     # What plans leave out: experts, of which every rank holds a part of each, and the output head.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, module in model.named_modules():
@@ -101,17 +93,18 @@ def _plan_of(model: Any) -> ShardingPlan | None:
     return plan
 
 
-def _joined(plan: ShardingPlan, tower: ShardingPlan, prefix: str) -> ShardingPlan:
-    """Both plans, with ``prefix`` before the names of the tower's."""
-
-    def named(values: Mapping[str, V]) -> dict[str, V]:
-        return {prefix + name: value for name, value in values.items()}
-
-    return ShardingPlan(
-        plan.kinds | named(tower.kinds),
-        {**plan.heads, **named(tower.heads)},
-        {**plan.divided, **named(tower.divided)},
-    )
+def _joined(plan: ShardingPlan, other: ShardingPlan, prefix: str = "") -> ShardingPlan:
+    """``plan``, completed by another one for layers that it does not name. ``prefix`` comes before
+    the names of the other."""
+    named = {prefix + name: kind for name, kind in other.kinds.items()}
+    left = {name: kind for name, kind in named.items() if name not in plan.kinds}
+    heads = {prefix + name: count for name, count in other.heads.items()}
+    divided = {
+        prefix + owner: keys
+        for owner, keys in other.divided.items()
+        if any(name.startswith(f"{prefix}{owner}.") for name in left)
+    }
+    return ShardingPlan(left | plan.kinds, {**heads, **plan.heads}, {**divided, **plan.divided})
 
 
 def _with_towers(model: nn.Module, plan: ShardingPlan, world_size: int) -> ShardingPlan:
@@ -133,17 +126,6 @@ def _with_towers(model: nn.Module, plan: ShardingPlan, world_size: int) -> Shard
             if all(count >= world_size for count, _ in tower.heads.values()):
                 plan = _joined(plan, tower, prefix)
     return plan
-
-
-def _with_derived(plan: ShardingPlan, derived: ShardingPlan) -> ShardingPlan:
-    """``plan``, completed by a derived one for layers that it does not name."""
-    left = {name: kind for name, kind in derived.kinds.items() if name not in plan.kinds}
-    divided = {
-        owner: keys
-        for owner, keys in derived.divided.items()
-        if any(name.startswith(f"{owner}.") for name in left)
-    }
-    return ShardingPlan(left | plan.kinds, derived.heads, divided)
 
 
 def _adapted(model: nn.Module, kinds: Mapping[str, Kind], config: Any) -> dict[str, Kind]:

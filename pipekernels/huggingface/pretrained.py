@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -42,13 +42,6 @@ def resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> Any:
     return type(model).resize_token_embeddings(model, *args, **kwargs)
 
 
-class _Problem(NamedTuple):
-    """Of a rank: the class and the message of its error, empty without one."""
-
-    kind: str
-    message: str
-
-
 _KINDS = {kind.__name__: kind for kind in (FileNotFoundError, ImportError, ValueError)}
 
 
@@ -56,7 +49,7 @@ _KINDS = {kind.__name__: kind for kind in (FileNotFoundError, ImportError, Value
 def raised_on_all(model: nn.Module) -> Iterator[None]:
     """Raises an error of its body on all ranks of the sharded layers in ``model``: of one of the
     classes ``_KINDS``, else a RuntimeError; with the rank. A collective."""
-    comms, problem, cause = communicators(model), _Problem("", ""), None
+    comms, problem, cause = communicators(model), ["", ""], None
     try:
         yield
     except Exception as error:
@@ -64,12 +57,11 @@ def raised_on_all(model: nn.Module) -> Iterator[None]:
             raise
         kind, cause = type(error).__name__, error
         prefix = "" if kind in _KINDS else f"{kind}: "
-        problem = _Problem(kind, f"rank {comms[0].rank}: {prefix}{error}")
+        problem = [kind, f"rank {comms[0].rank}: {prefix}{error}"]
     for comm in comms:
-        by_rank = comm._exchange(problem, _Problem)
-        problem = next((each for each in by_rank if each.kind), problem)
-    if problem.kind:
-        raise _KINDS.get(problem.kind, RuntimeError)(problem.message) from cause
+        problem = next(filter(any, comm._exchange(problem, list[str])), problem)
+    if any(problem):
+        raise _KINDS.get(problem[0], RuntimeError)(problem[1]) from cause
 
 
 def save_pretrained(

@@ -72,11 +72,6 @@ def train(
     found = {key: [e[key] for e in log if key in e] for key in keys}
     found["grad_norm"] = [float(norm) for norm in found["grad_norm"]]
     predicted = trainer.predict(data[25:])
-    speeds = {**next(e for e in log if "eval_loss" in e), **predicted.metrics}
-    found["steps"] = [  # Of the five samples.
-        round(5 * speeds[f"{kind}_steps_per_second"] / speeds[f"{kind}_samples_per_second"], 1)
-        for kind in ("eval", "test")
-    ]
     found["shape"] = list(predicted.predictions.shape)
     found["predictions"] = predicted.predictions.flatten().tolist()
     return found
