@@ -60,13 +60,13 @@ def load_pretrained(
         progress: show bars of tqdm.
 
     Raises:
-        FileNotFoundError: there are only files of other formats or variants, or a file that the
-            index names is missing.
-        ValueError: a file or the index is malformed, or the index names files of other folders;
-            the files lack a parameter or persistent buffer of the model, or have one of another
-            shape, or of integers or float8 in place of floats; the weights are quantized in an
-            unknown format, or so that a layer cannot take them; or the value of another buffer is
-            not known. The model is then unchanged on all ranks.
+        FileNotFoundError: there are only files of other formats or variants, or ``folder`` lacks a
+            file that the index names.
+        ValueError: a file or the index is malformed; the files lack a parameter or persistent
+            buffer of the model, or have one of another shape, or of integers or float8 in place of
+            floats; the weights are quantized in an unknown format, or so that a layer cannot take
+            them; or the value of another buffer is not known. The model is then unchanged on all
+            ranks.
         ImportError: safetensors is not installed.
         RuntimeError: a rank of several has another error, such as of reading.
     """

@@ -79,7 +79,6 @@ def derive(model_class: type[nn.Module], config: Any, count_heads: CountHeads) -
 
 def _derive(flow: Flow, whole: SmallCopy, count_heads: CountHeads) -> Derivation:
     found = Derivation({}, {}, set(), {}, _described(whole.model))
-    refused, name = set[str](), type(flow.model).__name__
 
     def reason_against(kinds: dict[str, str], group: Group) -> str | None:
         """Tries kinds of a group; adds them to ``found`` if they change nothing."""
@@ -100,17 +99,16 @@ def _derive(flow: Flow, whole: SmallCopy, count_heads: CountHeads) -> Derivation
         return reason
 
     # Equal layers of the copy, and of the model, have the same pattern, and one plan.
-    for group in flow.groups():
-        shown = ", ".join(sorted(group.layers))
+    for layers, group in {frozenset(group.layers): group for group in flow.groups()}.items():
         kinds = group.kinds(RANKS)
-        if group.layers <= found.kinds.keys() or shown in refused or kinds is None:
+        if layers <= found.kinds.keys() or kinds is None:
             continue
         if any(found.kinds.get(name, kind) != kind for name, kind in kinds.items()):
             continue  # A layer may feed one group and be fed in another.
         why = reason_against(kinds | group.norms(), group)
         if why is not None:
-            refused.add(shown)
-            _log.info("%s of %s are not in blocks to share: %s", shown, name, why)
+            shown = ", ".join(sorted(layers)), type(flow.model).__name__
+            _log.info("%s of %s are not in blocks to share: %s", *shown, why)
     # Other wide layers in stacks: every rank gets the whole output.
     wide = [name for name in flow.sources if min(features_of(flow.layers[name])) >= LEAST_FEATURES]
     called = {pattern_of(name) for name in wide if _is_only_called(flow.model, name)}

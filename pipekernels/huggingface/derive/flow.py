@@ -18,12 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipekernels.huggingface.derive.small_models import tensors_of
 from pipekernels.tensor_parallel.full_layer import features_of, is_embedding, linear_classes
 
 Value = TypeVar("Value")
-MOST_FEATURES = 3600
-"""Most input features of all linear layers together: each takes a backward."""
 
 
 def pattern_of(name: str) -> str:
@@ -47,9 +44,6 @@ class Flow:
         layers: its linear layers by name.
         sources: of the first two layers of each pattern, by those that feed them: bool, [input
             features, output features of the other].
-
-    Raises:
-        ValueError: there are more than ``MOST_FEATURES``.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
@@ -77,16 +71,8 @@ class Flow:
             for layer in names:
                 hooks.enter_context(layer.register_forward_pre_hook(enter))
                 hooks.enter_context(layer.register_forward_hook(leave))
-            outputs = tensors_of(model(**inputs))
-        features = sum(x.shape[-1] for tensors in entered.values() for x in tensors)
-        if features > MOST_FEATURES:
-            raise ValueError(f"the small copy has {features} features, more than {MOST_FEATURES}")
+            model(**inputs)
         self.sources = {name: self._sources_of(tensors) for name, tensors in entered.items()}
-        # Layers that reach an output without passing another linear layer stay whole.
-        self._exposed: set[str] = set()
-        for output in outputs:
-            if output.requires_grad:
-                self._exposed |= self._reached((output * torch.randn_like(output)).sum()).keys()
 
     def groups(self) -> list[Group]:
         """Layers that feed others, with all the layers that they feed."""
@@ -103,22 +89,11 @@ class Flow:
                 found.remove(other)
             producers |= dict.fromkeys(sources)
             consumers[name] = None
-        return [Group(self, *g) for g in found if g[0] and self._exposed.isdisjoint(g[0])]
-
-    def _reached(self, scalar: Tensor) -> dict[str, Tensor]:
-        """By layers of whose outputs ``scalar`` is computed: bool, [output features]."""
-        leaves = [leaf for _, leaf in self._leaves]
-        found: dict[str, Tensor] = {}
-        if leaves:
-            grads = torch.autograd.grad(scalar, leaves, retain_graph=True, allow_unused=True)
-            for (name, _), grad in zip(self._leaves, grads, strict=True):
-                if grad is not None:
-                    features = (grad.reshape(-1, grad.shape[-1]) != 0).any(0)
-                    found[name] = found[name] | features if name in found else features
-        return {name: features for name, features in found.items() if features.any()}
+        return [Group(self, *group) for group in found if group[0]]
 
     def _sources_of(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
+        leaves = [leaf for _, leaf in self._leaves]
         for x in tensors:
             if not x.requires_grad:
                 continue
@@ -126,9 +101,14 @@ class Flow:
             # A gradient for each feature; weights of the rows, so that none cancel out.
             weights = torch.randn(columns.shape[1], dtype=x.dtype)
             for k, column in enumerate(columns):
-                for name, features in self._reached(weights @ column).items():
-                    none = torch.zeros(len(columns), len(features), dtype=torch.bool)
-                    found.setdefault(name, none)[k] |= features
+                grads = torch.autograd.grad(
+                    weights @ column, leaves, retain_graph=True, allow_unused=True
+                )
+                for (name, leaf), grad in zip(self._leaves, grads, strict=True):
+                    if grad is not None and grad.any():
+                        none = torch.zeros(len(columns), leaf.shape[-1], dtype=torch.bool)
+                        features = (grad.reshape(-1, grad.shape[-1]) != 0).any(0)
+                        found.setdefault(name, none)[k] |= features
         return found
 
 

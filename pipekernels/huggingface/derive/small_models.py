@@ -78,8 +78,6 @@ def small_config(config: Any, *, filled: bool = False) -> Any:
         fields |= {name: _FIELDS[name] for name in missing}
         if "layer_types" in kept and not kept["layer_types"]:
             fields["layer_types"] = ["full_attention"] * config.num_hidden_layers
-        if set(fields.get("layer_types") or ()) == {"linear_attention"}:
-            fields["layer_types"] = ["linear_attention", "full_attention"]
         if "attn_layer_indices" in kept and not kept["attn_layer_indices"]:
             fields["attn_layer_indices"] = [1]
         rope = kept.get("rope_parameters")
