@@ -92,10 +92,6 @@ def _update_layer(self: Any, adapter_name: str, *args: Any, config: Any, **kwarg
     _shard_adapter(self, adapter_name)
 
 
-def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
-    save_pretrained(self, save_directory, **kwargs)
-
-
 def _add_weighted(
     self: Any,
     adapters: Any,
@@ -164,7 +160,7 @@ class Peft(PlanProvider):
         lora: Any = import_module("peft.tuners.lora")
         wrapper: Any = import_module("peft.utils.other").ModulesToSaveWrapper
         if isinstance(model, peft.PeftModel) and sharded_layers(model):
-            set_attribute(model, "save_pretrained", MethodType(_save_pretrained, model))
+            set_attribute(model, "save_pretrained", MethodType(save_pretrained, model))
         for module in model.modules():
             if isinstance(module, lora.Linear) and isinstance(module.base_layer, ShardedLinear):
                 set_attribute(module, "update_layer", MethodType(_update_layer, module))
