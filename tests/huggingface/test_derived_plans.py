@@ -90,7 +90,8 @@ def test_a_tower_that_the_carried_plan_leaves_out_has_its_own() -> None:
 def test_towers_of_fewer_heads_than_ranks_stay_whole() -> None:
     kind, config = families.class_of("internvl")
     small = small_config(config)
-    small.text_config.num_attention_heads = 8  # The tower has 6.
+    # The tower has 6.
+    small.text_config.num_attention_heads = small.text_config.num_key_value_heads = 8
     model = kind(small)
     for world_size in (6, 7):
         names = [layer.name for layer in plan_for(model, world_size).layers]

@@ -110,15 +110,15 @@ def test_a_plan_shows_experts_of_both_kinds() -> None:
     full = model_of("Mixtral")
     inside, expert_parallel = plan_for(full, 2), plan_for(full, 2, EXPERT_PARALLEL)
     (layer,) = (layer for layer in inside.layers if layer.kind == "experts")
-    assert (layer.shape, layer.shard) == ((4, 32, 48), (4, 32, 24))
-    assert layer.forward == "all-reduce 32"
+    assert (layer.shape, layer.shard) == ((6, 48, 26), (6, 48, 13))
+    assert layer.forward == "all-reduce 48"
     (layer,) = expert_parallel.layers
-    assert (layer.shape, layer.shard, layer.count) == ((4, 32, 48), (2, 32, 48), 2)
+    assert (layer.shape, layer.shard, layer.count) == ((6, 48, 26), (3, 48, 26), 4)
     experts = sum(p.numel() for name, p in full.named_parameters() if "experts" in name)
     assert expert_parallel.full_parameters - expert_parallel.rank_parameters == experts // 2
     embedded = full.get_input_embeddings().weight.nbytes
-    # Half of the experts are chosen, and half of each parameter's 8 bytes are on this rank.
-    assert expert_parallel.rank_bytes - expert_parallel.token_bytes == 2 * experts + embedded
+    # Two of six experts are chosen, and half of each parameter's 8 bytes are on this rank.
+    assert expert_parallel.rank_bytes - expert_parallel.token_bytes == 8 * experts // 3 + embedded
 
 
 def test_what_experts_do_not_support_is_refused() -> None:

@@ -92,11 +92,7 @@ def test_trainer_gives_what_one_process_does_and_either_goes_on(kind: str, tmp_p
     alone, sharded = str(tmp_path / "alone"), str(tmp_path / "sharded")
     [expected] = run_processes(1, train, kind, alone)
     assert min(expected["grad_norm"]) > LIMIT and expected["loss"][-1] < expected["loss"][0]
-    assert (
-        expected["shape"] == [5, 9, 61]
-        and expected["steps"] == [3, 3]
-        and len(expected["eval_loss"]) == 2
-    )
+    assert expected["shape"] == [5, 9, 61] and len(expected["eval_loss"]) == 2
     first, second = run_processes(2, train, kind, sharded)
     assert_like(first, expected)
     # Losses and norms are logged from 32-bit copies.

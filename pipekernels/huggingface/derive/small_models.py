@@ -244,7 +244,7 @@ def _layouts(config: Any, dtype: torch.dtype, length: int) -> Iterator[dict[str,
     names = "num_mel_bins feature_projection_input_dim feature_size input_dim"
     features = _first(sizes, f"{names} input_feat_per_channel input_feat_size") or 16
     frames = 2 * (sizes.get("max_source_positions") or FRAMES // 2)
-    hidden = sizes.get("hidden_size") or 32
+    hidden = sizes.get("hidden_size") or _FIELDS["hidden_size"]
 
     def real(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype)
