@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from math import ceil
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -103,6 +104,18 @@ def _check(accelerator: Any, model: nn.Module) -> None:
         )
 
 
+class _Metrics(dict[str, Any]):
+    """Metrics to which Trainer adds ``steps_per_second``, made ``times`` as large."""
+
+    def __init__(self, metrics: Mapping[str, Any], times: float) -> None:
+        super().__init__(metrics)
+        self._times = times
+
+    def update(self, more: Mapping[str, Any]) -> None:  # type: ignore[override]
+        for key, value in more.items():
+            self[key] = value * self._times if key.endswith("_steps_per_second") else value
+
+
 def _with_gradients(parameters: Iterable[Tensor]) -> set[Tensor]:
     return {parameter for parameter in parameters if parameter.grad is not None}
 
@@ -128,9 +141,7 @@ class TrainerMixin:
 
     All ranks get the same batches, of ``per_device_train_batch_size`` samples, and clip by the norm
     of the full gradients. Checkpoints are those of one process, with full weights and optimizer
-    state: training resumes from them on any number of ranks, and with ``Trainer`` alone. Trainer's
-    ``eval_steps_per_second`` counts the steps of one rank of several that share the batches, of
-    which there is none here: multiply it by the number of ranks.
+    state: training resumes from them on any number of ranks, and with ``Trainer`` alone.
 
     Raises:
         TypeError: the class has no ``Trainer`` as a later base, or one without a method that this
@@ -171,6 +182,15 @@ class TrainerMixin:
         base._track_num_input_tokens(inputs)  # Adds those of all ranks, which have the same.
         added = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + added // self.get_tp_size()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        base: Any = super()
+        output = base.evaluation_loop(*args, **kwargs)
+        # Trainer adds speeds to the metrics, as if each rank had evaluated a part of the batches.
+        batch, ranks = self.args.eval_batch_size, self.args.world_size
+        counted = ceil(output.num_samples / (batch * ranks))
+        times = ceil(output.num_samples / batch) / max(counted, 1)
+        return output._replace(metrics=_Metrics(output.metrics, times))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         base: Any = super()

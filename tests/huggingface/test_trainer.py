@@ -72,6 +72,11 @@ def train(
     found = {key: [e[key] for e in log if key in e] for key in keys}
     found["grad_norm"] = [float(norm) for norm in found["grad_norm"]]
     predicted = trainer.predict(data[25:])
+    speeds = {**next(e for e in log if "eval_loss" in e), **predicted.metrics}
+    found["steps"] = [  # Of the five samples.
+        round(5 * speeds[f"{kind}_steps_per_second"] / speeds[f"{kind}_samples_per_second"], 1)
+        for kind in ("eval", "test")
+    ]
     found["shape"] = list(predicted.predictions.shape)
     found["predictions"] = predicted.predictions.flatten().tolist()
     return found
@@ -92,7 +97,11 @@ def test_trainer_gives_what_one_process_does_and_either_goes_on(kind: str, tmp_p
     alone, sharded = str(tmp_path / "alone"), str(tmp_path / "sharded")
     [expected] = run_processes(1, train, kind, alone)
     assert min(expected["grad_norm"]) > LIMIT and expected["loss"][-1] < expected["loss"][0]
-    assert expected["shape"] == [5, 9, 61] and len(expected["eval_loss"]) == 2
+    assert (
+        expected["shape"] == [5, 9, 61]
+        and expected["steps"] == [3, 3]
+        and len(expected["eval_loss"]) == 2
+    )
     first, second = run_processes(2, train, kind, sharded)
     assert_like(first, expected)
     # Losses and norms are logged from 32-bit copies.
