@@ -23,6 +23,7 @@ class Line(NamedTuple):
     instead: Mapping[str, str]  # What a user would pick: names of README by candidates.
 
 
+NOTHING = "*No such work has been measured on these machines yet.*"
 MOST = {True: 8, False: 5}  # Rows of what is faster, and of what is not.
 THREADS = {"two threads": "one process of two threads"}
 GLOO = {"Gloo": "Gloo"}
@@ -105,7 +106,8 @@ def table(*, won: bool) -> str:
                 rows.append((medians[peer], [line.work, line.instead[peer], link]))
     if not won:
         rows.sort(key=lambda row: row[0])
-    return markdown(["work", "instead of", "ratio"], [cells for _, cells in rows[: MOST[won]]])
+    cells = [cells for _, cells in rows[: MOST[won]]]
+    return markdown(["work", "instead of", "ratio"], cells) if cells else NOTHING
 
 
 def digits(figure: float) -> str:

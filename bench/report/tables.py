@@ -93,7 +93,7 @@ def table(
         line = [*key[1:], text(row["median"])]
         line.append(f"{ratios[key]:.2f}" if key in ratios else "")
         found = [each[key] for each in machines if key in each]
-        line.append("" if row["candidate"] == base else between(found))
+        line.append("" if set(found) == {1.0} else between(found))
         line += [f"{row[name]:{FORMATS.get(name, '')}}" if name in row else "" for name in columns]
         parts.setdefault(row.get("part", ""), []).append(line)
     texts, bases = [], [base] if isinstance(base, str) else base
@@ -104,13 +104,14 @@ def table(
             kept = [i for i in range(len(header)) if i < 3 or any(line[i] for line in lines)]
             body = markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
         else:
-            ranges = f"; {header[4]}" * any(line[4] for line in lines)
-            body = by_case(lines, f"case; in brackets {header[3]}{ranges}")
+            ranges = f"; the range {header[4]}" * any(line[4] for line in lines)
+            told = f"In brackets: {header[3]}{ranges}.\n\n" * any(line[3] for line in lines)
+            body = told + by_case(lines)
         texts += [f"**{part}**", body, *means(part, ratios)] if part else [body]
     return "\n\n".join([*texts, *(row["note"] for row in rows if "note" in row)]) + errors(rows)
 
 
-def by_case(lines: Sequence[list[str]], title: str) -> str:
+def by_case(lines: Sequence[list[str]]) -> str:
     """The lines of a table, with a row per case and a column per candidate."""
     names = list(dict.fromkeys(line[1] for line in lines))
     cells = {
@@ -119,7 +120,7 @@ def by_case(lines: Sequence[list[str]], title: str) -> str:
     }
     cases = dict.fromkeys(line[0] for line in lines)
     told = [[case, *(cells.get((case, name), "") for name in names)] for case in cases]
-    return markdown([title, *names], told)
+    return markdown(["case", *names], told)
 
 
 def means(part: str, ratios: Mapping[tuple[Any, ...], float]) -> list[str]:
