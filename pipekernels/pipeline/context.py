@@ -104,10 +104,9 @@ class Settings:
     """Autocast and the default device of the thread that makes this object, for a recomputation."""
 
     def __init__(self) -> None:
-        kinds = ("cpu", "cuda")
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in kinds
+            for kind in ("cpu", "cuda")
         ]
         # torch.get_default_device() of torch 2.6 ignores `with device:`.
         devices = [mode.device for mode in function_modes() if isinstance(mode, DeviceContext)]

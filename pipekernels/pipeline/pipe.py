@@ -25,11 +25,7 @@ from pipekernels.pipeline.engine.losses import Losses, LossFunction, Targets
 from pipekernels.pipeline.engine.parameters import identity
 from pipekernels.pipeline.microbatch import Batch
 from pipekernels.pipeline.nested import Arguments, arguments_of, flatten
-from pipekernels.pipeline.partition import (
-    check_sequential,
-    layers,
-    split_module,
-)
+from pipekernels.pipeline.partition import check_sequential, layers, split_module
 from pipekernels.pipeline.schedule import ScheduleName, schedule_of
 from pipekernels.pipeline.skip import verify_skippables
 from pipekernels.pipeline.timeline import Timeline

@@ -70,7 +70,7 @@ class Engine:
             run = self._start(GPIPE, batch, checkpoint, trains=False)
             with committed(self.stages.modules) if self.stages.has_deferred_batch_norm else NOTHING:
                 # Alone, the microbatch runs in the caller's graph. Else the pipe is one node in it.
-                if len(run.inputs.sizes) == 1 and run.is_alone():
+                if run.is_alone:
                     self.recycle(run.parameters)
                     return run.run_alone(batch.tensors)
                 if run.parameters is None:

@@ -110,6 +110,9 @@ class MiniBatchRun:
         self._hook_watch: HookWatch | None = None  # If backwards are in two parts.
         self._released = False  # A backward has freed the graphs.
         self._moves = len({*stages.devices, *inputs.devices}) > 1
+        # Whether there is one microbatch, and nothing between the model and its graph: then it is
+        # the model, and autograd runs its backward.
+        self.is_alone = count == 1 and self._is_fused and not dropped and not self._moves
         # The last attribute, so that it is destroyed after the graphs: its end releases the
         # buffers that they received.
         copies = self._moves or stages.with_streams
@@ -117,18 +120,8 @@ class MiniBatchRun:
 
     # ---- passes ----------------------------------------------------------------------------------
 
-    def is_alone(self) -> bool:
-        """Whether there is one microbatch, and nothing between the model and its graph: then it is
-        the model, and autograd runs its backward."""
-        return (
-            len(self._tasks) == len(self.inputs.sizes) == 1
-            and not self._dropped
-            and self._is_fused
-            and not self._moves
-        )
-
     def run_alone(self, given: Sequence[torch.Tensor]) -> Any:
-        """Run a microbatch that :meth:`is_alone`, ``given``, in the caller's graph; returns its
+        """Run the only microbatch, ``given``, in the caller's graph, if ``is_alone``; returns its
         value."""
         (task,) = self._tasks
         tensors = [Copied.apply(tensor) for tensor in given] if task.may_overwrite else given

@@ -24,9 +24,7 @@ class Stages:
         self.devices = list(devices)  # One per stage.
         # Work on devices with streams is issued; on the host, calls return when it is done.
         self.with_streams = [device for device in dict.fromkeys(devices) if has_streams(device)]
-        self.on_host = frozenset(
-            index for index, device in enumerate(devices) if not has_streams(device)
-        )
+        self.on_host = frozenset(i for i, device in enumerate(devices) if not has_streams(device))
         self.generators = generators_of(devices)
         self.timeline: Timeline | None = None  # Records the actions of mini-batches, if any.
         self.inspect_layers()
