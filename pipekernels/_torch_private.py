@@ -71,10 +71,6 @@ __all__ = [
 current_backward = torch._C._current_graph_task_id
 """The number of the backward that this thread is inside (in a hook or a Python node), or -1."""
 
-current_node = torch._C._current_autograd_node
-"""The node that the backward of this thread is at, also in the hooks called for it: a hook that
-held its node would keep it alive for ever."""
-
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether this thread's backward has ``retain_graph=True``; otherwise a node may free its memory
 after its backward."""

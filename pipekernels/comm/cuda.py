@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import weakref
@@ -116,10 +115,9 @@ class CudaBackend(NativeBackend):
 
     def output(self, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
         tensor = self._allocate(sizes, dtype)
-        if tensor is not None:
-            return tensor
-        _log_copied(sizes.numel() * dtype.itemsize, self.device)
-        return torch.empty(sizes, dtype=dtype, device=self.device)
+        if tensor is None:
+            tensor = torch.empty(sizes, dtype=dtype, device=self.device)
+        return tensor
 
     def close(self, *, abort: bool) -> None:
         """Wait for this rank's collectives, or abort them, and free the memory."""
@@ -182,12 +180,6 @@ def over_links(
         f"{problem}; turn off the IOMMU or PCI access control (ACS), or make the communicator by "
         "from_process_group() of a group with backend='cpu:gloo,cuda:nccl'"
     )
-
-
-@functools.cache  # Once for each size.
-def _log_copied(size: int, device: torch.device) -> None:
-    text = "no room for %d bytes of symmetric memory on %s: results are copied; set %s"
-    _log.info(text, size, device, _VARIABLE)
 
 
 def _may_meet() -> bool:

@@ -46,6 +46,11 @@ def add_adapters(model: nn.Module, config: Any, adapter_name: str = "default") -
 
     def adapter_of(layer: Any, adapter: str, config: Any, **options: Any) -> Any:
         base = layer.get_base_layer() if isinstance(layer, lora.LoraLayer) else layer
+        if base.integers:
+            raise ValueError(
+                f"{base.name!r} has weights of integers, which have no gradients; add adapters "
+                "before quantize_weights()"
+            )
         config = copy.copy(config)
         config.fan_in_fan_out = base.is_transposed
         options["is_target_conv_1d_layer"] = base.is_transposed

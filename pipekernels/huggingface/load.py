@@ -17,12 +17,10 @@ from pipekernels.huggingface.formats import QuantizedIntegers
 from pipekernels.huggingface.pretrained import raised_on_all
 from pipekernels.huggingface.sources import Source, files_kept_open
 from pipekernels.tensor_parallel.data_parallel import distributed_like
-from pipekernels.tensor_parallel.experts import ParallelExperts
-from pipekernels.tensor_parallel.integers.layers import StoredFormat
+from pipekernels.tensor_parallel.integers.formats import Format, StoredFormat, make_integers
 from pipekernels.tensor_parallel.integers.quantize import (
-    Quantization,
-    can_have_integers,
     check_finite,
+    check_formats,
     rounding,
 )
 from pipekernels.tensor_parallel.sharded import ShardedLayer
@@ -78,11 +76,12 @@ def load_pretrained(
         sources = _sources(model, Path(folder), files)
         computed = _computed_buffers(model, device)
         if bits is None:
-            quantization = Quantization(model, _stored_formats(model, files, device))
+            formats: Mapping[ShardedLayer, Format] = _stored_formats(model, files, device)
+            check_formats(formats)
         else:
-            quantization = rounding(model, bits, group_size)
+            formats = rounding(model, bits, group_size)
     show: Any = import_module("tqdm").tqdm if progress else iter
-    _load_layers(model, sources, device, quantization, rounds=bits is not None, show=show)
+    _load_layers(model, sources, device, formats, rounds=bits is not None, show=show)
     for module, buffers in computed:
         module._buffers.update(buffers)
 
@@ -98,13 +97,13 @@ def _load_layers(
     model: nn.Module,
     sources: list[tuple[_Target, Source]],
     device: torch.device | str,
-    quantization: Quantization,
+    formats: Mapping[ShardedLayer, Format],
     rounds: bool,
     show: Callable[[Any], Any],
 ) -> None:
     """Load the layers that stay in floats, then each of the others, and quantize it at once, unless
     it reads its integers itself."""
-    own: dict[nn.Module, list[tuple[_Target, Source]]] = {x: [] for x in quantization.layers}
+    own: dict[Any, list[tuple[_Target, Source]]] = {layer: [] for layer in formats}
     others: list[tuple[_Target, Source]] = []
     for target, source in sources:
         owner = target.owners[0][0]
@@ -114,7 +113,6 @@ def _load_layers(
     with raised_on_all(model):
         _load(show(others), device)
     for layer, parts in show(own.items()):
-        stored: nn.Module | None = None
         with raised_on_all(model):
             if rounds:
                 _load(parts, device)
@@ -122,24 +120,24 @@ def _load_layers(
             else:
                 _load(((t, source) for t, source in parts if "bias" in t.owners[0][1]), device)
                 with files_kept_open():
-                    stored = quantization.made_of(layer)
-        quantization.replace({layer: stored or quantization.made_of(layer)})
+                    make_integers(layer, formats[layer])
+        if rounds:
+            make_integers(layer, formats[layer])
         parts.clear()
-        layer._parameters = {}  # Of floats, which the list of sources refers to.
     if own:
         model.requires_grad_(False)
 
 
 def _stored_formats(
     model: nn.Module, files: Mapping[str, Source], device: torch.device | str
-) -> dict[nn.Module, StoredFormat]:
+) -> dict[ShardedLayer, Format]:
     """Of the layers whose weights are integers in the files. ValueError if a layer has several."""
-    formats: dict[nn.Module, StoredFormat] = {}
+    formats: dict[ShardedLayer, Format] = {}
     for prefix, layer in model.named_modules():
-        if not can_have_integers(layer):
+        if not isinstance(layer, ShardedLayer) or layer.integers:
             continue
-        names = [layer.first, "down_proj"] if isinstance(layer, ParallelExperts) else ["weight"]
-        keys = [_key_of([f"{prefix}.{name}".removeprefix(".")], files, model) for name in names]
+        names = [f"{prefix}.{name}".removeprefix(".") for name in layer.matrices]
+        keys = [_key_of([name], files, model) for name in names]
         found: list[Any] = [files[key] for key in keys if key]
         matrices = [each for source in found for each in getattr(source, "matrices", [source])]
         if not any(isinstance(each, QuantizedIntegers) for each in matrices):
@@ -150,12 +148,17 @@ def _stored_formats(
                 f"{layer._described()} has matrices of several formats in the files, {layouts}; "
                 "pass bits=8 or bits=4, which rounds weights again"
             )
+        if not all(each.is_sorted for each in matrices):
+            raise ValueError(
+                f"{layer._described()} has integers in act-order (desc_act) in the files, where a "
+                "group has input features of any places, and layers take features of one place; "
+                "pass bits=8 or bits=4, which rounds weights again"
+            )
         bits, group, has_zero = matrices[0].layout
         kinds = ("weight", "scale", "zero") if has_zero else ("weight", "scale")
         pieces = [{kind: source.piece(kind) for kind in kinds} for source in found]
-        sources = dict(zip(names, pieces, strict=True))
-        order = next((each.order for each in matrices if each.order is not None), None)
-        formats[layer] = StoredFormat(bits, group, sources, order, device)
+        sources = dict(zip(layer.matrices, pieces, strict=True))
+        formats[layer] = StoredFormat(bits, group, sources, device)
     return formats
 
 

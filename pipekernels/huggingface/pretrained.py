@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from pipekernels.comm import Communicator
-from pipekernels.tensor_parallel.integers import IntegerExperts, IntegerLinear
 from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_layers, sharded_parameters
 from pipekernels.tensor_parallel.state import gather_state_dict
 
@@ -73,7 +72,7 @@ def save_pretrained(
 ) -> None:
     """Save the full weights. A collective: rank 0 writes, the others wait for it."""
     for layer in sharded_layers(model):
-        if isinstance(layer, IntegerLinear | IntegerExperts):
+        if layer.integers:
             raise TypeError(
                 f"{layer.name!r} has weights of integers, which this does not write; call "
                 "tensor_unparallelize() first, or save full_state_dict(model)"

@@ -88,24 +88,17 @@ def format_cpus(cpus: Collection[int]) -> str:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """The limits of this process's control group and of those around it, in cores."""
+    """The limits of this process's control group (version 2) and of those around it, in cores."""
     groups = root / "sys/fs/cgroup"
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        base = groups / "cpu" if "cpu" in controllers.split(",") else groups
-        if controllers and base == groups:
-            continue  # Another controller of version 1.
-        group = base / path.lstrip("/")
+        if controllers:
+            continue  # Of version 1.
+        group = groups / path.lstrip("/")
         for folder in (group, *group.parents):
-            if base in (folder, *folder.parents):
-                # Version 2 has both in one file, version 1 a file for each.
-                text = _text(folder / "cpu.max")
-                if text is None:
-                    files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-                    text = " ".join(_text(folder / name) or "" for name in files)
-                quota, _, period = text.strip().partition(" ")
-                if quota and quota not in ("max", "-1"):
-                    yield int(quota) / int(period)
+            quota, _, period = (_text(folder / "cpu.max") or "max").partition(" ")
+            if quota != "max":
+                yield int(quota) / int(period)
 
 
 def _text(path: Path) -> str | None:

@@ -137,14 +137,6 @@ def _symmetric_copy(x: Tensor, comm: Communicator) -> Tensor:
     return comm.output(x.shape, x).copy_(x)
 
 
-def _in_reals(reduction: Callable[..., Tensor], grad: Tensor, *arguments: Any) -> Tensor:
-    """``reduction`` of ``grad``, of its real view if complex: reductions take no complex dtypes."""
-    if not grad.is_complex():
-        return reduction(grad, *arguments)
-    reals = torch.view_as_real(grad.resolve_conj())
-    return torch.view_as_complex(reduction(reals, *arguments))
-
-
 def _all_reduce(x: Tensor, comm: Communicator, op: str, algorithm: str, order: str) -> Tensor:
     return comm.all_reduce(_symmetric_copy(x, comm), op, algorithm=algorithm, order=order)
 
@@ -167,12 +159,12 @@ _call_all_gather: Callable[..., Tensor] = _register(
     "all_gather(Tensor x, int comm) -> Tensor",
     lambda x, comm: comm.all_gather(x),
     fake=lambda x, comm: x.new_empty(x.shape[0] * comm.world_size, *x.shape[1:]),
-    backward=lambda grad, comm: _in_reals(_call_reduce_scatter, grad, comm, "sum", "rank"),
+    backward=lambda grad, comm: _call_reduce_scatter(grad, comm, "sum", "rank"),
 )
 
 
 def _broadcast_backward(grad: Tensor, comm: Communicator, src: int) -> Tensor:
-    total = _in_reals(_call_all_reduce, grad, comm, "sum", "auto", "rank")
+    total = _call_all_reduce(grad, comm, "sum", "auto", "rank")
     if comm.rank != src:
         # Zeros that depend on the sum: all ranks must run its backward for a second derivative.
         total = total.masked_fill(total.new_ones((), dtype=torch.bool), 0)

@@ -219,31 +219,24 @@ def _by_library(
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
 ) -> None:
-    """Compute by the vendor's library; on CPUs by torch's."""
-    if a.dtype == FLOAT8:
-        _float8_product(out, a, b, scale_a, scale_b)
-    else:
-        torch.mm(a, b.t(), out=out)
-    for term in (bias, residual):
-        if term is not None:
-            out += term
-
-
-def _float8_product(
-    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
-) -> None:
-    """The scaled product; computed in float32 where cuBLAS does not support the operands."""
+    """Compute by the vendor's library, or in float32 where that does not support float8; on CPUs by
+    torch's."""
     scale_a, scale_b = (
         torch.ones(1, dtype=torch.float32, device=a.device) if scale is None else scale
         for scale in (scale_a, scale_b)
     )
-    if not (a.is_cuda and library_takes_float8(a, b, out)):
+    if a.dtype != FLOAT8:
+        torch.mm(a, b.t(), out=out)
+    elif not (a.is_cuda and library_takes_float8(a, b, out)):
         out.copy_(a.float() @ b.float().t() * scale_a[:, None] * scale_b)
-        return
-    if scale_a.numel() > 1 or scale_b.numel() > 1:  # cuBLAS needs both per row or both per tensor.
-        scale_a = scale_a.expand(a.shape[0])[:, None].contiguous()
-        scale_b = scale_b.expand(b.shape[0])[None, :].contiguous()
-    scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
+    else:
+        if scale_a.numel() > 1 or scale_b.numel() > 1:  # cuBLAS needs both per row or per tensor.
+            scale_a = scale_a.expand(a.shape[0])[:, None].contiguous()
+            scale_b = scale_b.expand(b.shape[0])[None, :].contiguous()
+        scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
+    for term in (bias, residual):
+        if term is not None:
+            out += term
 
 
 # ---- the registered operation ----

@@ -9,7 +9,7 @@ from pipekernels.tensor_parallel.attention import ParallelMultiheadAttention
 from pipekernels.tensor_parallel.clip import clip_grad_norm_
 from pipekernels.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipekernels.tensor_parallel.embedding import VocabParallelEmbedding
-from pipekernels.tensor_parallel.integers import quantize_weights
+from pipekernels.tensor_parallel.integers.quantize import quantize_weights
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.plan.parallelize import tensor_parallelize, tensor_unparallelize
 from pipekernels.tensor_parallel.plan.table import ModelPlan, PlannedLayer, plan_for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,6 @@ from pipekernels.tensor_parallel.functional import (
     shard_spans,
 )
 from pipekernels.tensor_parallel.linear import RowParallelLinear
-from pipekernels.tensor_parallel.partial_gradients import mark_column_output
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 _STATE = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
@@ -46,7 +46,7 @@ class ParallelMultiheadAttention(ShardedLayer):
             ``add_bias_kv`` or ``add_zero_attn``.
     """
 
-    shard_dims: ClassVar[dict[str, int]] = {"in_proj_weight": 0, "in_proj_bias": 0}
+    shard_dims: Mapping[str, int] = {"in_proj_weight": 0, "in_proj_bias": 0}
     parameter_names: ClassVar[tuple[str, ...]] = ("in_proj_weight", "in_proj_bias")
 
     in_proj_weight: nn.Parameter
@@ -147,9 +147,6 @@ class ParallelMultiheadAttention(ShardedLayer):
                 functional.linear(copy_to_ranks(x, self.comm), w, b)
                 for x, w, b in zip((query, key, value), weight.chunk(3), biases, strict=True)
             ]
-        for y in projected:
-            if y.requires_grad and not torch.compiler.is_compiling():
-                mark_column_output(y, None)
         if query.dim() == 2:
             projected = [y.unsqueeze(0) for y in projected]
         elif not self.batch_first:

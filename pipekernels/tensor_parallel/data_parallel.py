@@ -4,46 +4,30 @@ DistributedDataParallel does not average over ranks that hold different shards."
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from pipekernels._torch_private import active_ddp
 from pipekernels.comm import Communicator
 
-_checked: WeakKeyDictionary[DistributedDataParallel, set[int]] = WeakKeyDictionary()
-
 
 def check_data_parallel(comm: Communicator) -> None:
-    """Raise if the DistributedDataParallel that runs, if any, averages over ranks of ``comm``.
-
-    A collective at the first call in a DistributedDataParallel.
-
-    Raises:
-        RuntimeError: it does, and has overwritten the shards of all ranks with those of one.
-    """
+    """Raise RuntimeError if the DistributedDataParallel that runs averages over all ranks of the
+    job, and so over those of ``comm``: it has overwritten their shards with those of one."""
     ddp = None if torch.compiler.is_compiling() else active_ddp()
     if ddp is None or comm.world_size == 1:
         return
-    known = _checked.setdefault(ddp, set())
-    if comm.handle in known:
-        return
-    # The ranks of ``comm``, as torch.distributed numbers them.
-    peers = comm.all_gather(torch.tensor([dist.get_rank()], device="cpu")).tolist()
-    shared = sorted(set(peers) & set(dist.get_process_group_ranks(ddp.process_group)))
-    if len(shared) > 1:
+    if dist.get_world_size(ddp.process_group) == dist.get_world_size():
         raise RuntimeError(
-            f"DistributedDataParallel averages over the ranks {shared}, which hold different "
-            f"shards, and has overwritten these with the shards of rank {shared[0]}; load the "
+            f"DistributedDataParallel averages over all ranks, of which {comm.world_size} hold "
+            "different shards, and has overwritten these with the shards of one rank; load the "
             "model again and pass process_group=, the group of the ranks that hold the same shards "
             "(mesh['data'].get_group() of a DeviceMesh), or do without DistributedDataParallel if "
             "there is only one copy of the model: all ranks have the full gradients of replicated "
             "parameters (TrainerMixin for transformers' Trainer, adapt_accelerator for accelerate)"
         )
-    known.add(comm.handle)
 
 
 def as_full_tensor(value: Tensor) -> Tensor:

@@ -84,7 +84,9 @@ class ParallelExperts(ShardedLayer):
         self._full_shapes = {name: tuple(parameter.shape) for name, parameter in full.items()}
         self.num_experts, *sizes = full["down_proj"].shape
         self.hidden_size, self.inner_size = sizes[::-1] if self.is_transposed else sizes
-        self.shard_dims = self._sharded_dims()  # type: ignore[misc]
+        self.shard_dims = self._sharded_dims()
+        if self.is_routed:
+            self.matrices = (self.first, "down_proj")
         self._adopt(full)
         # The full module, with this rank's parameters; in a tuple it is not a submodule.
         template = copy.copy(experts)
@@ -101,7 +103,7 @@ class ParallelExperts(ShardedLayer):
 
     def _layout(self, name: str) -> tuple[Sequence[int], Heads | None]:
         size = self.full_shape(name)[self.shard_dims[name]]
-        if self.expert_parallel or name == "down_proj":
+        if self.expert_parallel or name.startswith("down_proj"):
             return (size,), None
         if self.is_concatenated:
             return (self.inner_size,) * (size // self.inner_size), None
@@ -109,7 +111,7 @@ class ParallelExperts(ShardedLayer):
 
     def shard(self, name: str, full: Tensor) -> Tensor:
         part = super().shard(name, full)
-        if self.is_transposed and part.dim() == 3:  # In memory as the kernel reads it.
+        if self._keeps_transposed and part.dim() == 3:  # In memory as the kernel reads it.
             part = part.transpose(1, 2).contiguous().transpose(1, 2)
         return part
 
@@ -188,6 +190,8 @@ class ParallelExperts(ShardedLayer):
 
     def _weights(self, name: str) -> Weight:
         """``[E, out, in]``."""
+        if self.integers:
+            return self.integers[name].operand(self._parameters)
         weight: Tensor = self.get_parameter(name)
         return DenseWeight(weight.transpose(1, 2) if self.is_transposed else weight)
 

@@ -71,12 +71,10 @@ def check_weights(layer: nn.Module) -> None:
         if type(parameter) is nn.Parameter and inner is torch.Tensor:
             continue
         found = type(parameter) if inner is torch.Tensor else inner
-        remedy = "shard the model in floats, then call quantize_weights()"
-        if found.__name__ == "DTensor":
-            remedy = "shard the model first, then call fully_shard() or distribute the rest"
         raise TypeError(
             f"its {name} is a {found.__module__}.{found.__qualname__}, which cannot be cut here; "
-            f"{remedy}"
+            "shard the model of plain floats first, then call fully_shard(), distribute the rest, "
+            "or call quantize_weights()"
         )
 
 

@@ -29,8 +29,8 @@ grad of x     all-reduce of ``[N, K]``     ``[N, K / R]``, no collective
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,59 +62,21 @@ from pipekernels.tensor_parallel.invariant.arithmetic import (
     invariant_row_linear,
 )
 from pipekernels.tensor_parallel.invariant.slabs import check_slabs
-from pipekernels.tensor_parallel.partial_gradients import check_gradients, mark_column_output
 from pipekernels.tensor_parallel.sharded import ShardedLayer
 
 
-class LinearLayer(ShardedLayer):
-    """Base of layers with weights of any format: the full layer is an ``nn.Linear`` or a ``Conv1D``
-    of transformers."""
+class ShardedLinear(ShardedLayer):
+    """Base of both layers: the full layer is an ``nn.Linear`` or a ``Conv1D`` of transformers."""
 
-    in_features: int
-    out_features: int
-    is_transposed: bool  # Weights are [in, out], as those of a Conv1D.
-    was_transposed: bool  # The full layer's weights are.
-    bias: nn.Parameter | None
-
-    def _new_full(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-        sizes, has_bias = (self.in_features, self.out_features), self.bias is not None
-        if not self.was_transposed:
-            return nn.Linear(*sizes, has_bias, device, dtype)
-        with device:
-            full: nn.Module = linear_classes()[1](*sizes[::-1]).to(dtype)
-        if not has_bias:
-            full.register_parameter("bias", None)
-        return full
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, rank={self.rank}, world_size={self.world_size}"
-        )
-
-    def full_shape(self, name: str) -> tuple[int, ...]:
-        if name != "weight":
-            return (self.out_features,)
-        shape = self.out_features, self.in_features
-        return shape[::-1] if self.is_transposed else shape
-
-    def shard_dim(self, name: str) -> int:
-        dim = self.shard_dims[name]
-        return 1 - dim if self.is_transposed and name == "weight" else dim
-
-
-class ShardedLinear(LinearLayer):
-    """Base of both layers with weights of floats."""
-
+    matrices = ("weight",)
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, full: nn.Linear, skip_bias_add: bool, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.in_features = full.in_features
         self.out_features = full.out_features
         self.skip_bias_add = skip_bias_add
-        self.is_transposed = self.was_transposed = False
-        self._gradients_are_checked = False
         self._adopt({"weight": full.weight, "bias": full.bias})
 
     @classmethod
@@ -142,110 +104,57 @@ class ShardedLinear(LinearLayer):
         construct: Any = cls
         kwargs = dict(comm=comm, device="meta", dtype=linear.weight.dtype, **kwargs)
         layer = construct(*features_of(linear), linear.bias is not None, **kwargs)
-        layer.is_transposed = layer.was_transposed = not isinstance(linear, nn.Linear)
+        layer.is_transposed = not isinstance(linear, nn.Linear)
         layer._adopt({"weight": linear.weight, "bias": linear.bias})
         return layer.train(linear.training)
 
+    def _new_full(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+        sizes, has_bias = (self.in_features, self.out_features), self.bias is not None
+        if not self.is_transposed:
+            return nn.Linear(*sizes, has_bias, device, dtype)
+        with device:
+            full: nn.Module = linear_classes()[1](*sizes[::-1]).to(dtype)
+        if not has_bias:
+            full.register_parameter("bias", None)
+        return full
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, rank={self.rank}, world_size={self.world_size}"
+        )
+
+    def shard_dim(self, name: str) -> int:
+        dim = self.shard_dims[name]
+        return 1 - dim if name == "weight" and self._keeps_transposed else dim
+
     def _operands(self) -> tuple[Weight, Tensor | None]:
+        if not torch.compiler.is_compiling() and active_ddp() is not None:
+            check_data_parallel(self.comm)
         own: Any = self._parameters
+        if self.integers:
+            return self.integers["weight"].operand(own), own["bias"]
         if "weight" not in own or "bias" not in own:  # Computed by a parametrization or a mask.
             own = {"weight": self.weight, "bias": self.bias}
         weight = own["weight"]
         return DenseWeight(weight.t() if self.is_transposed else weight), own["bias"]
 
-    def _check_input(self, x: Tensor, weight: Tensor, features: int) -> None:
-        # First, what takes the least time; a program would ask for is_cpu when it runs.
-        is_plain = type(x) is Tensor and not torch.compiler.is_compiling()
-        is_like = is_plain and x.is_cpu and weight.is_cpu and x.dtype == weight.dtype
-        if is_like and x.dim() > 0 and x.shape[-1] == features:
-            return
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{self._described()} takes a tensor, got {type(x).__name__}")
-        if x.dim() == 0 or x.shape[-1] != features:
+    def _check_input(self, x: Tensor, weight: Weight, features: int) -> None:
+        """The kernels rely on it; torch checks the dtype."""
+        if x.shape[-1:] != (features,):
             remedy = ""
-            if x.dim() > 0 and x.shape[-1] == self.in_features:
+            if x.shape[-1:] == (self.in_features,):
                 remedy = "; for the full input, construct the layer with input_is_parallel=False"
             raise ValueError(
                 f"{self._described()} on rank {self.rank} of {self.world_size} expects {features} "
                 f"features in the last dimension (in_features={self.in_features}), got a tensor of "
                 f"shape {tuple(x.shape)}{remedy}"
             )
-        if x.device != weight.device:
+        if x.device != weight.tensor.device:
             raise ValueError(
-                f"{self._described()} is on {weight.device} but its input on {x.device}; "
+                f"{self._described()} is on {weight.tensor.device} but its input on {x.device}; "
                 f"move one of them with .to(...)"
             )
-        # is_autocast_enabled("meta") raises.
-        if x.dtype != weight.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
-            raise TypeError(
-                f"{self._described()} has dtype {weight.dtype} but its input {x.dtype}; "
-                f"convert one of them with .to(...), or use torch.autocast"
-            )
-
-
-# The forwards of layers with weights of any format.
-
-
-def forward_row(self: Any, x: Tensor) -> Any:
-    """Apply the layer to ``x``: see the class for the shapes."""
-    compiling, comm = torch.compiler.is_compiling(), self.comm
-    if not compiling and active_ddp() is not None:
-        check_data_parallel(comm)
-    weight, bias = self._operands()
-    is_parallel, scatter = self.input_is_parallel, self.reduce == "reduce_scatter"
-    features = self._own_features() if is_parallel else self.in_features
-    self._check_input(x, weight.tensor, features)
-    if not is_parallel:
-        x = scatter_to_ranks(x, comm)
-    elif x.requires_grad and not (compiling or self._gradients_are_checked):
-        x.register_hook(self._check_gradients)
-    y: Tensor
-    if self.reduce == "none":
-        y = column_linear(x, weight, None, None)
-    elif self.invariant:
-        y = invariant_row_linear(x, weight.tensor, comm, scatter=scatter)
-    else:
-        y = summed_linear(x, weight, comm, scatter)
-    if bias is not None and scatter:
-        bias = copy_to_ranks(bias, comm)  # Its gradient is that of all rows.
-    if self.skip_bias_add:
-        return y, bias
-    if bias is None:
-        return y
-    # Selective checkpointing, a dispatch mode, may keep y; a subclass is a view of the product.
-    if type(y) is Tensor and not compiling and dispatch_mode_count() == 0:
-        return y.add_(bias)
-    return (y + bias).to(y.dtype)
-
-
-def forward_column(self: Any, x: Tensor) -> Any:
-    """Apply the layer to ``x``: see the class for the shapes."""
-    compiling, comm = torch.compiler.is_compiling(), self.comm
-    if not compiling and active_ddp() is not None:
-        check_data_parallel(comm)
-    weight, bias = self._operands()
-    self._check_input(x, weight.tensor, self.in_features)
-    # Ranks that hold the same heads sum the gradients of their shard.
-    if self.is_shared:
-        weight.tensor = copy_to_holders(weight.tensor, comm, self.shards)
-        if bias is not None:
-            bias = copy_to_holders(bias, comm, self.shards)
-    added = None if self.skip_bias_add else bias
-    y: Tensor
-    if self.invariant:
-        y = invariant_column_linear(x, weight.tensor, added, comm, self._own_blocks)
-    else:
-        y = column_linear(x, weight, added, comm)
-    if self.gather_output:
-        y = gather_from_ranks(y, comm, self.out_features)
-    # A row-parallel layer checks gradients up to here.
-    if y.requires_grad and not compiling:
-        mark_column_output(y, bias)
-    if not self.skip_bias_add:
-        return y
-    if self.gather_output and bias is not None:
-        bias = gather_from_ranks(bias, comm, self.out_features)
-    return y, bias
 
 
 class RowParallelLinear(ShardedLinear):
@@ -277,12 +186,12 @@ class RowParallelLinear(ShardedLinear):
         rank, world_size: of the communicator.
 
     Raises:
-        TypeError: ``comm`` is not a communicator; an input has another dtype, without autocast.
+        TypeError: ``comm`` is not a communicator.
         ValueError: more ranks than ``in_features`` or heads; heads that do not fit; an unknown
             ``reduce``; a bias with ``reduce='none'``; an input of the wrong shape or device.
     """
 
-    shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
+    shard_dims: Mapping[str, int] = {"weight": 1}
 
     def __init__(
         self,
@@ -319,16 +228,31 @@ class RowParallelLinear(ShardedLinear):
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce
 
-    forward = forward_row
-
-    def _own_features(self) -> int:
-        """Input features of this rank."""
-        return self._features
-
-    def _check_gradients(self, _: Tensor) -> None:
-        if not self._gradients_are_checked:
-            check_gradients(self._described())
-            self._gradients_are_checked = True
+    def forward(self, x: Tensor) -> Any:
+        """Apply the layer to ``x``: see the class for the shapes."""
+        weight, bias = self._operands()
+        comm, scatter = self.comm, self.reduce == "reduce_scatter"
+        self._check_input(x, weight, self._features if self.input_is_parallel else self.in_features)
+        if not self.input_is_parallel:
+            x = scatter_to_ranks(x, comm)
+        y: Tensor
+        if self.reduce == "none":
+            y = column_linear(x, weight, None, None)
+        elif self.invariant:
+            y = invariant_row_linear(x, weight.tensor, comm, scatter=scatter)
+        else:
+            y = summed_linear(x, weight, comm, scatter)
+        if bias is not None and scatter:
+            bias = copy_to_ranks(bias, comm)  # Its gradient is that of all rows.
+        if self.skip_bias_add:
+            return y, bias
+        if bias is None:
+            return y
+        # Selective checkpointing, a dispatch mode, may keep y; a subclass is a view of the product.
+        is_plain = type(y) is Tensor and not torch.compiler.is_compiling()
+        if is_plain and dispatch_mode_count() == 0:
+            return y.add_(bias)
+        return (y + bias).to(y.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, reduce={self.reduce!r}"
@@ -359,12 +283,12 @@ class ColumnParallelLinear(ShardedLinear):
         rank, world_size: of the communicator.
 
     Raises:
-        TypeError: ``comm`` is not a communicator; an input has another dtype, without autocast.
+        TypeError: ``comm`` is not a communicator.
         ValueError: more ranks than ``out_features`` or a block has; blocks or heads that do not
             fit; an input of the wrong shape or device.
     """
 
-    shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+    shard_dims: Mapping[str, int] = {"weight": 0, "bias": 0}
 
     def __init__(
         self,
@@ -396,7 +320,29 @@ class ColumnParallelLinear(ShardedLinear):
         self.is_shared = len(set(self.shards)) < comm.world_size
         self._own_blocks = [size for _, size in self.spans("weight")]
 
-    forward = forward_column
+    def forward(self, x: Tensor) -> Any:
+        """Apply the layer to ``x``: see the class for the shapes."""
+        comm = self.comm
+        weight, bias = self._operands()
+        self._check_input(x, weight, self.in_features)
+        # Ranks that hold the same heads sum the gradients of their shard.
+        if self.is_shared:
+            weight.tensor = copy_to_holders(weight.tensor, comm, self.shards)
+            if bias is not None:
+                bias = copy_to_holders(bias, comm, self.shards)
+        added = None if self.skip_bias_add else bias
+        y: Tensor
+        if self.invariant:
+            y = invariant_column_linear(x, weight.tensor, added, comm, self._own_blocks)
+        else:
+            y = column_linear(x, weight, added, comm)
+        if self.gather_output:
+            y = gather_from_ranks(y, comm, self.out_features)
+        if not self.skip_bias_add:
+            return y
+        if self.gather_output and bias is not None:
+            bias = gather_from_ranks(bias, comm, self.out_features)
+        return y, bias
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather_output={self.gather_output}"

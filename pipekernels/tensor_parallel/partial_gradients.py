@@ -2,8 +2,7 @@
 
 There, a rank sees only its own features. So such a parameter (Qwen3's norms of queries and keys)
 gets a different partial gradient on each rank, and the ranks' copies would drift apart without an
-error. :func:`sum_gradients` sums these gradients over the ranks; :func:`check_gradients` finds
-parameters whose gradients are not summed.
+error. :func:`sum_gradients` sums these gradients over the ranks.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipekernels._torch_private import current_node, has_hooks
 from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.full_layer import note_hook
 from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_spans
 from pipekernels.tensor_parallel.invariant.exact_sums import exact_gradients
 
-_OUTPUT_OF_COLUMNS = "pipekernels: output of a column-parallel layer"
 # In the __dict__ of parameters, which a Pipe's parameter copies share.
 _SUMMED = "_pipekernels_gradient_is_summed"
-_SHARDED = "_pipekernels_is_sharded"
 
 
 def sum_gradients(module: nn.Module, comm: Communicator, invariant: bool) -> None:
@@ -80,7 +76,6 @@ def split_parameters(
                 dim = next((i for i, size in enumerate(parameter.shape) if size > 1), 0)
                 spans = shard_spans(parameter.shape[dim], comm.world_size, heads)
                 part = copy_to_ranks(parameter, comm).narrow(dim, *spans[comm.rank])
-                mark_column_output(part, None)
                 module.__dict__[name] = part
 
     def show_whole(module: nn.Module, *args: object) -> None:
@@ -89,41 +84,3 @@ def split_parameters(
 
     note_hook(module, module.register_forward_pre_hook(show_parts))
     note_hook(module, module.register_forward_hook(show_whole, always_call=True))
-
-
-def mark_column_output(y: Tensor, bias: Tensor | None) -> None:
-    """Let :func:`check_gradients` stop at ``y``, and at ``bias`` if it is added later."""
-    node: Any = y.grad_fn
-    if node is not None:
-        node.metadata[_OUTPUT_OF_COLUMNS] = True
-    if bias is not None:
-        bias.__dict__[_SHARDED] = True
-
-
-def check_gradients(layer: str) -> None:
-    """Raise RuntimeError if a replicated parameter without hooks is between column-parallel layers
-    and the row-parallel one that is called ``layer``. Called in a hook on the input of the latter.
-    """
-    # From the input of the row-parallel layer through the graph, up to column-parallel outputs.
-    stack: list[Any] = [current_node()]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if _OUTPUT_OF_COLUMNS in node.metadata:
-            continue
-        leaf = getattr(node, "variable", None)
-        if (
-            isinstance(leaf, nn.Parameter)
-            and leaf.__dict__.keys().isdisjoint((_SUMMED, _SHARDED))
-            and not has_hooks(leaf)
-        ):
-            raise RuntimeError(
-                f"a parameter of shape {tuple(leaf.shape)} is used between column-parallel layers "
-                f"and {layer}, where each rank has other features: its gradient would be another "
-                "part of the sum on each rank; name its module in the plan of tensor_parallelize() "
-                "as 'replicated_with_grad_allreduce'"
-            )
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)

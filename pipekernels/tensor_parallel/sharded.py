@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias
 
@@ -14,6 +14,7 @@ from pipekernels.comm import Communicator
 from pipekernels.tensor_parallel.data_parallel import as_full_tensor, distributed_like
 from pipekernels.tensor_parallel.full_layer import REMEDY
 from pipekernels.tensor_parallel.functional import Heads, gather_from_ranks, shard_spans, shares
+from pipekernels.tensor_parallel.integer_matrix import IntegerMatrix
 
 
 class ShardedLayer(nn.Module):
@@ -27,11 +28,15 @@ class ShardedLayer(nn.Module):
         rank, world_size: of the communicator.
         shards: for each rank, the number of its shard; several ranks may hold the same.
         name: of the layer in its model, for errors.
+        is_transposed: whether the full layer's matrices are ``[in, out]``.
+        integers: of parameters that are integers, their scales and their zeros, the matrix.
+        float_dtype: of the matrices that the integers stand for.
     """
 
     # Parameter name -> its sharded dimension in the full layer; others are replicated.
-    shard_dims: ClassVar[dict[str, int]]
+    shard_dims: Mapping[str, int]
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    matrices: Sequence[str] = ()  # Parameters that can be integers.
 
     def __init__(
         self,
@@ -57,7 +62,15 @@ class ShardedLayer(nn.Module):
             spans = shard_spans(heads[0], comm.world_size, heads)
             self.shards = list(map(sorted(set(spans)).index, spans))
         self.invariant = invariant
+        self.is_transposed = False
+        self.integers: Mapping[str, IntegerMatrix] = {}
+        self.float_dtype = torch.float32
         self._full_shapes: dict[str, tuple[int, ...]] = {}  # By names of parameters.
+
+    @property
+    def _keeps_transposed(self) -> bool:
+        """Whether the matrices are ``[in, out]`` here: those of integers never are."""
+        return self.is_transposed and not self.integers
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The shape that the parameter ``name`` of the full layer has."""
@@ -76,14 +89,22 @@ class ShardedLayer(nn.Module):
 
     def _full_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of the full layer, gathered."""
+        state = self.full_state_dict()
+        for matrix in dict.fromkeys(self.integers.values()):
+            floats = matrix.floats(state, self.float_dtype)
+            state[matrix.weight] = floats.mT.contiguous() if self.is_transposed else floats
         return {
             name: nn.Parameter(full, requires_grad=self.get_parameter(name).requires_grad)
-            for name, full in self.full_state_dict().items()
+            for name, full in state.items()
         }
 
     def reset_parameters(self) -> None:
         """Initialise as the full layer does, which every rank allocates meanwhile. The same seed on
-        every rank gives the same layer for any world size."""
+        every rank gives the same layer for any world size. TypeError if weights are integers."""
+        if self.integers:
+            raise TypeError(
+                f"{self._described()} has weights of integers, which are made from floats"
+            )
         parameters = self._plain_parameters()
         first = next(iter(parameters.values()))
         full = self._new_full(first.device, first.dtype)
@@ -104,6 +125,11 @@ class ShardedLayer(nn.Module):
 
     def gather(self, name: str, part: Tensor) -> Tensor:
         """The full tensor, joined from each rank's ``part``, sharded like parameter ``name``."""
+        matrix = self.integers.get(name)
+        if matrix is not None:
+            part = matrix.unpack(name, part)
+            if matrix.is_replicated(name):
+                return part
         dim = self.shard_dim(name)
         blocks, heads = self._layout(name)
         own = [size for _, size in self.spans(name)]
@@ -122,13 +148,16 @@ class ShardedLayer(nn.Module):
     def _part(self, name: str, full: Any) -> Tensor:
         """:meth:`shard`, perhaps a view, of a tensor or of safetensors' slice of one, of which only
         this part is read."""
-        if name not in self.shard_dims:
-            whole: Tensor = full[...]
-            return whole
-        dim = self.shard_dim(name)
-        spans = ((slice(None),) * dim + (slice(start, start + n),) for start, n in self.spans(name))
-        parts: list[Tensor] = [full[span] for span in spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        matrix = self.integers.get(name)
+        part: Tensor
+        if name not in self.shard_dims or (matrix is not None and matrix.is_replicated(name)):
+            part = full[...]
+        else:
+            dim = self.shard_dim(name)
+            spans = [slice(start, start + size) for start, size in self.spans(name)]
+            parts = [full[(slice(None),) * dim + (span,)] for span in spans]
+            part = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return part if matrix is None else matrix.pack(name, part)
 
     def spans(self, name: str) -> list[tuple[int, int]]:
         """Where this rank's shard of parameter ``name`` lies in the full one: start and size along
@@ -167,6 +196,19 @@ class ShardedLayer(nn.Module):
                 parameter = nn.Parameter(shard, requires_grad=parameter.requires_grad)
             self.register_parameter(name, parameter)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # Scales of integers keep their dtype.
+        names = [matrix.scale for matrix in dict.fromkeys(self.integers.values())]
+        scales = {name: self.get_parameter(name).data for name in names}
+        super()._apply(fn, recurse)
+        if scales:
+            self.float_dtype = fn(torch.empty(0, dtype=self.float_dtype)).dtype
+        for name, scale in scales.items():
+            parameter = self.get_parameter(name)
+            if parameter.dtype != scale.dtype:
+                parameter.data = scale.to(parameter.device)
+        return self
+
     def _described(self) -> str:
         """Class and name, for errors."""
         return type(self).__name__ + (f" {self.name!r}" if self.name else "")
@@ -175,7 +217,7 @@ class ShardedLayer(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         # Replacing entries is safe: load_state_dict gives every module its own dict.
-        for name in self.shard_dims:
+        for name in self.shard_dims.keys() & self._full_shapes.keys():
             value = state_dict.get(prefix + name)
             if isinstance(value, Tensor) and tuple(value.shape) == self.full_shape(name):
                 state_dict[prefix + name] = self.shard(name, value)

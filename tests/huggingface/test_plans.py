@@ -1,13 +1,11 @@
 """What "auto" does where a carried plan is partial, or where the model needs more than a plan."""
 
-import copy
 from datetime import date
 from typing import Any
 
 import pytest
 import torch
-from support.models import GROUPED, SIZES, config_of
-from support.ranks import run_threads
+from support.models import GROUPED, config_of
 from support.sweeps import families
 from torch import nn
 
@@ -67,13 +65,6 @@ def test_layers_may_have_different_numbers_of_heads() -> None:
     assert shapes["model.layers.1.self_attn.q_proj"][0] == 2 * 8
     with pytest.raises(ValueError, match=r"layers.0.self_attn.o_proj' has 4 heads .* 5 ranks"):
         plan_for(model, 5)
-
-
-def test_plans_that_leave_most_layers_whole_are_warned_of() -> None:
-    # No kind shards a table of positions.
-    model = build(config_of("Bert", **SIZES, max_position_embeddings=10_000))
-    with pytest.warns(UserWarning, match=r"a rank of 2 holds 0\.9.*leaves most layers whole"):
-        run_threads(2, lambda comm: tensor_parallelize(copy.deepcopy(model), "auto", comm))
 
 
 @pytest.mark.full

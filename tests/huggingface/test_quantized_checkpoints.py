@@ -24,7 +24,6 @@ from test_load import counting
 from pipekernels import Communicator, tensor_parallelize
 from pipekernels.huggingface import load_pretrained
 from pipekernels.tensor_parallel import full_state_dict, quantize_weights, tensor_unparallelize
-from pipekernels.tensor_parallel.integers import IntegerExperts, IntegerLinear
 
 pytestmark = pytest.mark.slow
 SIZES = {
@@ -40,7 +39,6 @@ CONFIGS = {
     ),
     "Mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=3),
 }
-CUT_INPUT = re.compile(r"o_proj|down_proj")
 
 
 def words(values: Tensor, bits: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
@@ -53,7 +51,7 @@ def words(values: Tensor, bits: int, order: tuple[int, ...] = tuple(range(8))) -
 class Integers:
     """Random ones of a weight ``[n, k]``."""
 
-    def __init__(self, name: str, shape: tuple[int, int], config: dict[str, Any]) -> None:
+    def __init__(self, shape: tuple[int, int], config: dict[str, Any]) -> None:
         (n, k), self.bits = shape, config["bits"]
         group = k if config["group_size"] == -1 else config["group_size"]
         middle = 1 << (self.bits - 1)
@@ -63,7 +61,7 @@ class Integers:
             self.zero.random_(1, 2 * middle)
         self.scale = (torch.rand(n, k // group) + 0.5).div(middle * k**0.5).half()
         self.groups = torch.arange(k) // group
-        if config.get("desc_act") and (config.get("all") or not CUT_INPUT.search(name)):
+        if config.get("desc_act"):
             self.groups = self.groups[torch.randperm(k)]
 
     def floats(self) -> Tensor:
@@ -111,7 +109,6 @@ CASES = {
     "gptq": method("gptq", 4, 32),
     "gptq, zeros": method("gptq", 4, 32, sym=False),
     "gptq v2, 8 bits": method("gptq", 8, -1, sym=False, checkpoint_format="gptq_v2"),
-    "gptq, act-order": method("gptq", 4, 32, desc_act=True),
     "awq": method("awq", 4, 32, sym=False, version="gemm"),
     "packed": method("compressed-tensors", 4, 32, **PACKED),
     "packed, zeros": method("compressed-tensors", 4, -1, sym=False, **PACKED),
@@ -142,7 +139,7 @@ def write(folder: Path, family: str, config: dict[str, Any]) -> tuple[Any, dict[
             wide = scale.repeat_interleave(48, 0)[:n].repeat_interleave(40, 1)[:, :k]
             floats[key] = state[key].float() * wide
         else:
-            own = Integers(name, tuple(value.shape), config)
+            own = Integers(tuple(value.shape), config)
             if config["quant_method"] == "compressed-tensors":
                 own.scale = own.scale.bfloat16()
             floats[key] = own.floats()
@@ -170,6 +167,11 @@ def sharded(folder: Path, comm: Communicator, plan: Any = "auto") -> Any:
     return tensor_parallelize(model.double().eval(), plan, comm)
 
 
+def count_integers(model: nn.Module) -> int:
+    """The layers that have some."""
+    return sum(bool(getattr(layer, "integers", None)) for layer in model.modules())
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("family", ["Llama", "Qwen2, tied"])
 def test_weights_are_those_widened_by_torch(
@@ -187,8 +189,7 @@ def test_weights_are_those_widened_by_torch(
         load_pretrained(model, tmp_path)
         # Beside scales, and the group of each feature, that all ranks read.
         assert read[get_ident()] < 0.6 * whole
-        kinds = Counter(type(layer).__name__ for layer in model.modules())
-        assert kinds["IntegerLinear"] == (0 if name == "fp8" else 7)
+        assert count_integers(model) == (0 if name == "fp8" else 7)
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-9, atol=1e-9)
         # By the kernel, which rounds its input, but for these numbers.
         layer = model.get_submodule("model.layers.0.mlp.gate_proj")
@@ -198,9 +199,14 @@ def test_weights_are_those_widened_by_torch(
         y = layer(x.to(layer.weight.dtype if name == "fp8" else x.dtype)).double()
         bound = gamma(layer.in_features + 8, 2**-24) * (x.abs().double() @ own.abs().t())
         assert ((y - x.double() @ own.t()).abs() <= bound).all()
-        if name != "fp8":
-            with pytest.raises(TypeError, match="a checkpoint, whose files are the full"):
-                full_state_dict(model)
+        full = full_state_dict(model)
+        other = sharded(tmp_path, comm)
+        load_pretrained(other, tmp_path)
+        other.requires_grad_(False)
+        for parameter in other.parameters():
+            parameter.zero_()
+        other.load_state_dict(full)
+        assert_same_state(other.state_dict(), model.state_dict())
         tensor_unparallelize(model)
         assert_same_state(model.state_dict(), expected)
 
@@ -218,8 +224,7 @@ def test_experts_have_the_same_integers(name: str, plan: Any, tmp_path: Path) ->
     def body(comm: Communicator) -> None:
         model = sharded(tmp_path, comm, plan)
         load_pretrained(model, tmp_path)
-        has_integers = any(isinstance(layer, IntegerExperts) for layer in model.modules())
-        assert has_integers == (name != "fp8")
+        assert bool(count_integers(model)) == (name != "fp8")
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-9, atol=1e-9)
         tensor_unparallelize(model)
         assert_same_state(model.state_dict(), expected)
@@ -234,12 +239,7 @@ REFUSED = {  # A configuration, fields that are changed afterwards, a tensor tha
     "groups": (CASES["gptq"], {"group_size": 64}, "", r"_proj' has scales of F16 .* groups of 64"),
     "cut": (method("gptq", 4, 64), {}, "", "down_proj' has 96 input .* pass bits=8 or bits=4"),
     "16": (method("gptq", 4, 16), {}, "", "in groups of 16 .* layers take multiples of 32"),
-    "act-order": (
-        CASES["gptq, act-order"] | {"all": True},
-        {},
-        "",
-        "act-order .* of several ranks",
-    ),
+    "act-order": (method("gptq", 4, 32, desc_act=True), {}, "", "act-order .* pass bits=8"),
     "gemv": (CASES["awq"], {"version": "gemv"}, "", "qweight' has bits=4 and version='gemv'"),
     "rotated": (CASES["packed"], {"transform_config": {"R1": {}}}, "", "has a transform_config"),
     "block": (CASES["fp8"], {"weight_block_size": [128, 128]}, "", "_inv' has the shape .* 128"),
@@ -262,7 +262,7 @@ def test_what_layers_cannot_take_is_refused(name: str, tmp_path: Path) -> None:
             load_pretrained(model, tmp_path)
         if name == "middle":  # Which is seen when zeros are read.
             return
-        assert not any(isinstance(layer, IntegerLinear) for layer in model.modules())
+        assert not count_integers(model)
         if "bits=8" in says:  # The remedy.
             load_pretrained(model, tmp_path, bits=8)
             expected = tensor_parallelize(copy.deepcopy(plain).double(), "auto", comm)

@@ -133,12 +133,8 @@ def test_a_limited_affinity_is_divided(tmp_path: Path) -> None:
         {"proc/self/cgroup": "0::/pod/box", "sys/fs/cgroup/pod/cpu.max": "600000 100000",
          "sys/fs/cgroup/pod/box/cpu.max": "max 100000"},
         {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "300000 50000"},
-        {"proc/self/cgroup": "3:cpuset:/\n2:cpu,cpuacct:/box\n1:name=systemd:/",
-         "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "600000",
-         "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000",
-         "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"},
     ],
-    ids=["version 2", "root of a namespace", "version 1"],
+    ids=["below", "root of a namespace"],
 )  # fmt: skip
 def test_a_container_of_six_cores_has_so_many_threads(
     files: dict[str, str], tmp_path: Path

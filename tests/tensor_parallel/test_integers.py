@@ -14,7 +14,6 @@ from pipekernels import Communicator, tensor_parallelize
 from pipekernels.ops.weights.integers import Integers, rounded
 from pipekernels.tensor_parallel import full_state_dict, quantize_weights, tensor_unparallelize
 from pipekernels.tensor_parallel.experts import ParallelExperts
-from pipekernels.tensor_parallel.integers import IntegerExperts, IntegerLinear
 
 PLAN = {"0": "column", "2": "row", "3": "column_gather_output", "4": "row_split_input"}
 FORMATS = [(8, None), (8, 32), (4, 32)]
@@ -75,7 +74,7 @@ def test_layers_equal_the_model_of_the_dequantized_weights(
     def body(comm: Communicator) -> None:
         model = tensor_parallelize(copy.deepcopy(full), PLAN, comm)
         assert quantize_weights(model, bits=bits, group_size=group) is model
-        assert [type(m) for m in model if type(m) is not nn.ReLU] == [IntegerLinear] * 4
+        assert all(m.weight.dtype == torch.uint8 for m in model if type(m) is not nn.ReLU)
         y = model(x)
         assert y.dtype == dtype
         assert ((y.double() - exact).abs() <= bound).all()
@@ -125,7 +124,7 @@ def test_experts_equal_those_of_the_dequantized_weights(
         model = nn.Sequential(ParallelExperts(full, comm, expert_parallel=expert_parallel))
         quantize_weights(model)
         [layer] = model
-        assert type(layer) is IntegerExperts
+        assert layer.down_proj.dtype == torch.uint8
         for tokens in (1, 30):  # With and without sorting.
             operands = x[:tokens], chosen[:tokens], weights[:tokens]
             expected = exact(operands[0].double(), operands[1], operands[2].double()).detach()
@@ -190,7 +189,7 @@ def test_what_is_not_supported_is_refused_in_words() -> None:
     assert_raises(RuntimeError, message, model, x)
     message = "has no sharded linear layers or experts in floats"
     assert_raises(ValueError, message, quantize_weights, model)
-    message, x = "takes 24 features on cpu, got a tensor of shape", torch.ones(1, 23)
+    message, x = r"expects 24 features .* got a tensor of shape \(1, 23\)", torch.ones(1, 23)
     assert_raises(ValueError, message, model, x)
     assert_raises(
         TypeError, "weights of integers, which are made from floats", model[0].reset_parameters
@@ -226,6 +225,6 @@ def test_weights_that_are_not_finite_are_an_error_on_all_ranks() -> None:
             model[2].weight.data[0, 0] = torch.inf
         with pytest.raises(ValueError, match="'2' has weights that are not finite"):
             quantize_weights(model)
-        assert not any(isinstance(layer, IntegerLinear) for layer in model)
+        assert not any(p.dtype == torch.uint8 for p in model.parameters())
 
     run_threads(2, body)

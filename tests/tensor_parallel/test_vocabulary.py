@@ -95,8 +95,7 @@ def test_initialisation_is_that_of_the_full_embedding(comm: Communicator) -> Non
 def test_bad_embeddings_and_indices_are_refused(comm: Communicator) -> None:
     layer, sharded = VocabParallelEmbedding(ROWS, WIDTH, comm=comm), VocabParallelEmbedding
     for bad in (-1, ROWS):
-        message = f"rows 0 to {ROWS - 1}, got indices from"
-        assert_raises(IndexError, message, layer, torch.tensor([0, bad]))
+        assert_raises(IndexError, "out of range", layer, torch.tensor([0, bad]))
     for full, error, message in [
         (nn.Embedding(4, 2, max_norm=1.0), ValueError, "max_norm=1.0 is not supported"),
         (nn.Linear(4, 2), TypeError, "must be an nn.Embedding, got Linear"),

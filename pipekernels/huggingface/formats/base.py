@@ -71,11 +71,10 @@ class QuantizedIntegers(Source):
             raise refusal(f"{self._name}.g_idx", f"has groups of other sizes than {self.group}")
         return groups
 
-    @cached_property
-    def order(self) -> Tensor | None:
-        """The input features by their groups; None if they are in this order."""
-        is_sorted = bool((self._groups.diff() >= 0).all())
-        return None if is_sorted else self._groups.argsort(stable=True)
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the input features are in the order of their groups."""
+        return bool((self._groups.diff() >= 0).all())
 
     def _scales(self, rows: slice, groups: slice) -> Tensor:
         if self._zero is not None and not self.has_zero and self._zero[rows, groups].any():
@@ -93,8 +92,8 @@ class QuantizedIntegers(Source):
         return weight.mul_(self._scales(rows, span)[:, groups - first])
 
     def piece(self, kind: str) -> Source:
-        """The integers' ``"weight"``, with columns in :attr:`order`, or ``"scale"`` or ``"zero"``,
-        all read by ranges of the weight, columns of whole groups."""
+        """The integers' ``"weight"``, ``"scale"`` or ``"zero"``, read by ranges of the weight,
+        columns of whole groups; for features in the order of their groups."""
 
         def read(rows: slice, columns: slice) -> Tensor:
             groups = slice(columns.start // self.group, -(-columns.stop // self.group))
@@ -102,9 +101,7 @@ class QuantizedIntegers(Source):
                 return self._scales(rows, groups)
             if kind == "zero" and self._zero is not None:
                 return self._zero[rows, groups]
-            if self.order is None:
-                return self._weight[rows, columns]
-            return self._weight[rows, :][:, self.order[columns]]
+            return self._weight[rows, columns]
 
         return Computed(self.shape, read)
 

@@ -16,8 +16,3 @@ scale        ``[M / R, K / G]``                 ``[M, K / R / G]``
 These are the shapes in full state dicts. Ranks keep their parts in the kernel's order
 (:mod:`pipekernels.ops.weights.integers`, which has the error model).
 """
-
-from pipekernels.tensor_parallel.integers.layers import IntegerExperts, IntegerLinear
-from pipekernels.tensor_parallel.integers.quantize import quantize_weights
-
-__all__ = ["IntegerExperts", "IntegerLinear", "quantize_weights"]

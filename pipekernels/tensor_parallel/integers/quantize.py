@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from pipekernels._arguments import check_kind
-from pipekernels.tensor_parallel.experts import ParallelExperts
-from pipekernels.tensor_parallel.full_layer import REMEDY, is_hooked
-from pipekernels.tensor_parallel.integers.layers import Format, IntegerExperts, IntegerLinear
-from pipekernels.tensor_parallel.linear import ShardedLinear
+from pipekernels.tensor_parallel.integers.formats import Format, make_integers
 from pipekernels.tensor_parallel.sharded import ShardedLayer, sharded_layers
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -33,89 +30,56 @@ def quantize_weights(model: Model, *, bits: int = 8, group_size: int | None = No
             bfloat16.
 
     Raises:
-        TypeError: a sharded layer has hooks, or a parametrization or a mask.
+        TypeError: a sharded layer has a parametrization or a mask.
         ValueError: ``bits`` or ``group_size`` is another; there are no sharded linear layers or
             experts; a layer has ``invariant=True``, input features of a rank that groups do not
             divide, or weights that are not finite. The model is then unchanged.
     """
-    quantization = rounding(model, bits, group_size)
-    _check_finite(quantization.layers)
-    # New layers, so that nothing has changed if one cannot be made; they replace the old at once.
-    quantization.replace({layer: quantization.made_of(layer) for layer in quantization.layers})
+    formats = rounding(model, bits, group_size)
+    _check_finite(list(formats))
+    for layer, format in formats.items():
+        make_integers(layer, format)
     return model.requires_grad_(False)
 
 
-def rounding(model: nn.Module, bits: int, group_size: int | None) -> Quantization:
-    """Of all weights that can be integers. For arguments and errors see :func:`quantize_weights`;
-    values of weights are not looked at."""
+def rounding(model: nn.Module, bits: int, group_size: int | None) -> dict[ShardedLayer, Format]:
+    """The formats of all layers whose weights can be integers. For arguments and errors see
+    :func:`quantize_weights`; values of weights are not looked at."""
     check_kind("model", model, nn.Module, "an nn.Module")
     if bits not in (8, 4):
         raise ValueError(f"bits must be 8 or 4, got {bits!r}")
     group = 32 if bits == 4 and group_size is None else group_size
     if group is not None and (type(group) is not int or group < 32 or group % 32):
         raise ValueError(f"group_size must be a multiple of 32, or None, got {group_size!r}")
-    layers = [layer for layer in sharded_layers(model) if can_have_integers(layer)]
+    layers = [layer for layer in sharded_layers(model) if layer.matrices and not layer.integers]
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no sharded linear layers or experts in floats; call "
             "tensor_parallelize() first"
         )
-    return Quantization(model, dict.fromkeys(layers, Format(bits, group)))
+    formats = dict.fromkeys(layers, Format(bits, group))
+    check_formats(formats)
+    return formats
 
 
-def can_have_integers(layer: nn.Module) -> bool:
-    """Whether it is sharded, and has weights of floats that could be integers."""
-    if isinstance(layer, ParallelExperts):
-        return layer.is_routed and type(layer) is not IntegerExperts
-    return isinstance(layer, ShardedLinear)
+def check_formats(formats: Mapping[ShardedLayer, Format]) -> None:
+    """Raise ValueError if a layer cannot have integers of its format."""
+    for layer, format in formats.items():
+        if layer.invariant:
+            raise ValueError(
+                f"{layer._described()} has invariant=True, which does not support weights of "
+                "integers: its bits are those of products of floats; shard the model without it"
+            )
+        format.check(layer)
 
 
-class Quantization:
-    """Layers of a model whose weights become integers, each in its format. TypeError and ValueError
-    if one cannot, as for :func:`quantize_weights`."""
-
-    def __init__(self, model: nn.Module, formats: Mapping[Any, Format]) -> None:
-        self._model = model
-        self._formats = formats
-        self.layers: list[Any] = list(formats)
-        for layer, format in formats.items():
-            if layer.invariant:
-                raise ValueError(
-                    f"{layer._described()} has invariant=True, which does not support weights of "
-                    "integers: its bits are those of products of floats; shard the model without it"
-                )
-            if is_hooked(layer):
-                raise TypeError(f"{layer._described()} has hooks, which would be lost; {REMEDY}")
-            format.check(layer)
-
-    def made_of(self, layer: Any) -> ShardedLayer:
-        """``layer`` with weights of integers. Collective if ranks share rows whose scales are
-        theirs."""
-        made = IntegerLinear if isinstance(layer, ShardedLinear) else IntegerExperts
-        return made(layer, self._formats[layer])
-
-    def replace(self, replaced: Mapping[nn.Module, nn.Module]) -> None:
-        """Put new modules in the place of old ones."""
-        for parent in list(self._model.modules()):
-            for name, child in parent._modules.items():
-                if child is not None and child in replaced:
-                    parent._modules[name] = replaced[child]
-
-
-def _is_finite(layer: Any) -> bool:
-    return all(bool(p.isfinite().all()) for p in layer._plain_parameters().values())
-
-
-def check_finite(layer: Any) -> None:
+def check_finite(layer: ShardedLayer) -> None:
     """Raise ValueError if a weight of ``layer`` on this rank is not finite."""
     if not _is_finite(layer):
-        raise ValueError(
-            f"{layer._described()} has weights that are not finite, which integers cannot "
-            "represent; repair them, or leave this layer as it is"
-        )
+        raise _not_finite(layer)
 
 
-def _check_finite(layers: list[Any]) -> None:
+def _check_finite(layers: Sequence[ShardedLayer]) -> None:
     """:func:`check_finite` on all ranks, if it raises on any."""
     bad = [not _is_finite(layer) for layer in layers]
     # For each communicator a flag per layer, false for those of others: its place is the layer's.
@@ -123,7 +87,15 @@ def _check_finite(layers: list[Any]) -> None:
         flags = [flag and layer.comm is comm for flag, layer in zip(bad, layers, strict=True)]
         on_any = comm.all_gather(torch.tensor([flags], device="cpu")).any(0).tolist()
         if any(on_any):
-            raise ValueError(
-                f"{layers[on_any.index(True)]._described()} has weights that are not finite, which "
-                "integers cannot represent; repair them, or leave this layer as it is"
-            )
+            raise _not_finite(layers[on_any.index(True)])
+
+
+def _is_finite(layer: ShardedLayer) -> bool:
+    return all(bool(p.isfinite().all()) for p in layer._plain_parameters().values())
+
+
+def _not_finite(layer: ShardedLayer) -> ValueError:
+    return ValueError(
+        f"{layer._described()} has weights that are not finite, which integers cannot represent; "
+        "repair them, or leave this layer as it is"
+    )

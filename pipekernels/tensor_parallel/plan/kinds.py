@@ -30,7 +30,6 @@ from pipekernels.tensor_parallel.functional import Heads, copy_to_ranks, shard_s
 from pipekernels.tensor_parallel.invariant.slabs import check_width
 from pipekernels.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipekernels.tensor_parallel.partial_gradients import (
-    mark_column_output,
     split_output,
     split_parameters,
     sum_gradients,
@@ -134,9 +133,7 @@ def _sum_last(features: int) -> Callable[[nn.Module, Communicator, bool], None]:
     def add(module: nn.Module, comm: Communicator, invariant: bool) -> None:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             first, last = output.split([output.shape[-1] - features, features], -1)
-            result = torch.cat([first, copy_to_ranks(last, comm)], -1)
-            mark_column_output(result, None)
-            return result
+            return torch.cat([first, copy_to_ranks(last, comm)], -1)
 
         note_hook(module, module.register_forward_hook(hook))
 

@@ -3,7 +3,6 @@ compares the two on one input."""
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from math import nan
@@ -198,7 +197,6 @@ def tensor_parallelize(
     for module, (name, hook) in hooked.items():
         if hook == SUMMED and invariant:
             check_own_parameters(module, name)
-    full_elements = sum(p.numel() for p in model.parameters())
     shards = {m: shard_of(m, name, kind, comm, invariant) for m, (name, kind) in layers.items()}
     weights: dict[Any, Any] = {}  # Of shards, by those of full layers, which may share them.
     for layer, shard in shards.items():
@@ -219,8 +217,6 @@ def tensor_parallelize(
     _disable_fused_encoders(model)
     for provider in providers():
         provider.prepare(model)
-    if comm.rank == 0 and plan == "auto":
-        _warn_of_whole_layers(model, full_elements, comm.world_size)
     return model
 
 
@@ -248,19 +244,6 @@ def shard_of(
         if isinstance(inner, ShardedLayer):
             inner.name = inner_name
     return shard
-
-
-def _warn_of_whole_layers(model: nn.Module, full_elements: int, world_size: int) -> None:
-    """Warn if each rank still holds most of the elements."""
-    share = sum(p.numel() for p in model.parameters()) / max(1, full_elements)
-    if 1 - share < 0.2 * (1 - 1 / world_size):
-        warnings.warn(
-            f"a rank of {world_size} holds {share:.2f} of the parameters of "
-            f"{type(model).__name__}: the plan 'auto' leaves most layers whole; plan_for(model, "
-            f"{world_size}) shows which it shards, and a plan of your own can name others",
-            UserWarning,
-            stacklevel=3,
-        )
 
 
 def _check_ranks_agree(

@@ -150,7 +150,7 @@ def resolve(
                 f"no module's name matches {', '.join(map(repr, sorted(unused)))}; see the names "
                 "in model.named_modules()"
             )
-        resolved = ShardingPlan(kinds)
+        resolved = ShardingPlan(kinds | dict.fromkeys(_between(model, kinds, {}), SUMMED))
     modules = dict(model.named_modules(remove_duplicate=False))
     # A wrapper that needs what it wraps whole may be around several layers.
     outers = {n for name in resolved.kinds for n in accumulate(name.split("."), "{}.{}".format)}
