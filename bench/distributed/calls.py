@@ -6,6 +6,8 @@ that no rank spins while a helper thread of a peer works.
 * ``nothing``: a Python group in one process, as ours is one, whose calls return at once: what torch
   itself takes.
 * ``direct``: the method of :class:`pipekernels.Communicator` instead; synchronous calls only.
+
+``send and back`` is two messages, the second after the first.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ RANKS = 2
 CALLS = 300  # Per turn, and as many before that do not count: woken ranks may begin on one core.
 SYNCHRONOUS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
 OTHERS = ("async all_reduce", "functional all_reduce", "DTensor sum", "coalesced all_reduce")
-SIZES = {"1 KiB": 1 << 10, "4 KiB": 1 << 12, "64 KiB": 1 << 16}
+MESSAGES = ("send and back", "all_to_all_single")
+SIZES = {"1 KiB": 1 << 10, "4 KiB": 1 << 12, "64 KiB": 1 << 16, "4 MiB": 1 << 22}
 ALL = ("nothing", "direct", "pipekernels", "Gloo")
 CANDIDATES = {
     f"{call}, {size}": tuple(name for name in ALL if call in SYNCHRONOUS or name != "direct")
     for call in (*SYNCHRONOUS, *OTHERS)
-    for size in SIZES
-}
+    for size in list(SIZES)[:3]
+} | {f"{call}, {size}": ALL[2:] for call in MESSAGES for size in SIZES}
 QUICK = {"all_reduce, 1 KiB": ALL}
 BASE = "Gloo"
 CONDITIONS = {
@@ -70,6 +73,13 @@ def call_of(case: str, ranks: int) -> tuple[Callable[[], object], torch.Tensor, 
         partial = DTensor.from_local(part, mesh, [Partial()], run_check=False)
         total.copy_(partial.redistribute(placements=[Replicate()]).to_local())
 
+    def send_and_back() -> None:
+        for sender in range(2):
+            if dist.get_rank() == sender:
+                dist.send(part, 1 - sender)
+            else:
+                dist.recv(total, 1 - dist.get_rank())
+
     calls: dict[str, tuple[Callable[[], object], torch.Tensor, float]] = {
         "all_reduce": (lambda: dist.all_reduce(part), part, ranks),
         "all_gather_into_tensor": (lambda: dist.all_gather_into_tensor(whole, part), whole, 1),
@@ -79,6 +89,8 @@ def call_of(case: str, ranks: int) -> tuple[Callable[[], object], torch.Tensor, 
         "functional all_reduce": (functional_sum, total, ranks),
         "DTensor sum": (dtensor_sum, total, ranks),
         "coalesced all_reduce": (coalesced, part, ranks),
+        "send and back": (send_and_back, total, 1),
+        "all_to_all_single": (lambda: dist.all_to_all_single(total, part), total, 1),
     }
     return calls[name]
 
