@@ -1,8 +1,6 @@
 """The backend of torch.distributed: calls that nobody waits for at once."""
 
 import random
-import threading
-import time
 import weakref
 
 import pytest
@@ -83,21 +81,3 @@ def test_tensors_are_kept_until_their_call_has_ended(rank: int) -> None:
         assert seen() is not None
         dist.barrier(other)
     dist.barrier()
-
-
-def test_a_caller_who_waits_runs_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipekernels.distributed import work
-
-    monkeypatch.setattr(work, "LAG", 60)
-    calls, ran = work.Calls(), []
-
-    def add() -> work.Work:
-        return work.Work(calls.add(lambda: ran.append(threading.get_ident()), True), [], calls)
-
-    earlier, later = add(), add()
-    assert later.wait() and earlier.is_completed() and calls.are_done()
-    assert ran == [threading.get_ident()] * 2
-    begin = time.monotonic()
-    add().get_future().wait()  # Nobody can run it but the thread.
-    assert ran[2] != ran[0] and time.monotonic() - begin < 30
-    calls.shutdown()

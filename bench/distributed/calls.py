@@ -99,7 +99,7 @@ def _nothing(rank: int, port: int, serve: Serve, case: str) -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from pipekernels.distributed.work import ENDED
+    from pipekernels.distributed.group import ENDED
 
     class Nothing(dist.ProcessGroup):
         @property

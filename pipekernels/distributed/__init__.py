@@ -8,14 +8,15 @@ importing this module registers the backend::
 Then ``all_reduce``, ``reduce``, ``reduce_scatter``, ``all_gather``, ``gather``, ``scatter`` and
 their variants on one tensor or several, ``broadcast`` and ``barrier`` run on a
 :class:`pipekernels.Communicator`, also in DDP, FSDP, DTensor and functional collectives, with all
-of torch's reductions, for every dtype that has them, as do ``all_to_all`` and point-to-point calls.
-Gloo runs calls with sparse tensors. A group over several hosts is torch's own Gloo group, with
-Gloo's collectives, results and errors: see :doc:`/guides/hosts`. Torch restricts
-``monitored_barrier``, and DDP's built-in C++ hook ``FP16_COMPRESS``, to its own backends; the
-Python hook of that name works. ``split_group`` needs an accelerator: use ``new_group``.
+of torch's reductions, for every dtype that has them (``distributed/derived.py`` says how), as do
+``all_to_all`` and point-to-point calls. Gloo runs calls with sparse tensors. A group over several
+hosts is torch's own Gloo group, with Gloo's collectives, results and errors: see
+:doc:`/guides/hosts`. Torch restricts ``monitored_barrier``, and DDP's built-in C++ hook
+``FP16_COMPRESS``, to its own backends; the Python hook of that name works. ``split_group`` needs an
+accelerator: use ``new_group``.
 
 Asynchronous calls run one after another: small ones where they are made, if all peers come within
-20 us, the others on a thread of the group or of a caller who waits. A lost rank ends the group: its
+20 us, the others on a thread of the group. A lost rank ends the group: its
 errors are those of a communicator (:class:`pipekernels.PeerError`, ``TimeoutError``); if torch
 waits in C++, as in DDP, they arrive as a ``RuntimeError`` that quotes them.
 

@@ -6,17 +6,16 @@ tensors of one dimension.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipekernels.comm.collectives import Collectives
-from pipekernels.comm.shared_memory import SharedMemoryBackend
 from pipekernels.comm.tensors import check_dense, parts_of, to_dense, to_dense_in_place
+from pipekernels.distributed import derived
+from pipekernels.distributed.group import Group
 
 _REDUCTIONS = {
     dist.ReduceOp.SUM: "sum",
@@ -28,14 +27,6 @@ _REDUCTIONS = {
     dist.ReduceOp.BAND: "and",
     dist.ReduceOp.BOR: "or",
     dist.ReduceOp.BXOR: "xor",
-}
-_FOLDS: dict[str, Callable[[Any, Any], Tensor]] = {
-    "sum": torch.add,
-    "premul_sum": torch.add,
-    "avg": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
 }
 
 
@@ -59,9 +50,10 @@ class Collective:
     has_parts: ClassVar[bool] = True
     copies: ClassVar[bool] = False
 
-    def __init__(self, comm: Collectives, opts: Any) -> None:
-        self.comm = comm
-        self.backend = cast(SharedMemoryBackend, comm._cpu_backend)
+    def __init__(self, group: Group, opts: Any) -> None:
+        self.group = group
+        self.comm = group._comm
+        self.backend = group._backend
 
     def native(self, waits: bool, *part: Any) -> bool:
         """Make the call for one part in one native call; returns False if there is none for it, or
@@ -77,62 +69,13 @@ class Collective:
 
 
 class Reduction(Collective):
-    """A collective whose options name an operation.
+    """A collective whose options name an operation."""
 
-    Most are calls of the extension. The others are announced first, so that ranks that make
-    different calls find out. Then every rank gathers the tensors of all and reduces them in rank
-    order: 8-bit floats in float32, averages of integers in int64, cut off towards zero, as NCCL
-    does.
-    """
-
-    def __init__(self, comm: Collectives, opts: Any) -> None:
-        super().__init__(comm, opts)
+    def __init__(self, group: Group, opts: Any) -> None:
+        super().__init__(group, opts)
         op = opts.reduceOp
         self.op = _REDUCTIONS[op.op]
         self.factor = op.__getstate__()[1] if self.op == "premul_sum" else None  # Of the terms.
-
-    def check(self, result: Tensor, *inputs: Any) -> None:
-        dtype = result.dtype
-        if (
-            (self.op in ("max", "min") and dtype.is_complex)
-            or (self.op == "avg" and dtype in (torch.bool, torch.uint64))
-            or (self.op in ("and", "or", "xor") and (dtype.is_floating_point or dtype.is_complex))
-        ):
-            raise TypeError(
-                f"{dtype} has no reduction {self.op!r}; convert the tensor, or use another one"
-            )
-
-    def is_native(self, terms: Tensor) -> bool:
-        """Whether the extension reduces this dtype."""
-        return self.backend.reduces(terms.dtype, self.op)
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Reduce ``tensor`` of one dimension over all ranks, in place."""
-        if self.factor is not None:
-            tensor *= self.factor
-        if self.is_native(tensor):
-            self.backend.all_reduce(tensor, self.op, "auto")
-        else:
-            tensor.copy_(self.reduced(tensor))
-
-    def reduced(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """The reduction of ``tensor``, in its dtype, without the extension's kernels."""
-        self.backend.announce(self.name, tensor, self.op, root)
-        dtype = tensor.dtype
-        wide = dtype  # In which terms are combined.
-        if not (dtype.is_floating_point or dtype.is_complex):
-            wide = torch.int64
-        elif dtype.is_floating_point and dtype.itemsize < 4:
-            wide = torch.float32
-        elif dtype == torch.complex32:
-            wide = torch.complex64
-        # Every rank combines all terms itself, in rank order: so all get the same bits.
-        terms = self.comm.all_gather(tensor[None]).to(wide).unbind()
-        total = functools.reduce(_FOLDS[self.op], terms)
-        if self.op == "avg":
-            rounding_mode = "trunc" if wide == torch.int64 else None
-            total = total.div(len(terms), rounding_mode=rounding_mode)
-        return total.to(dtype)
 
 
 class AllReduce(Reduction):
@@ -141,81 +84,74 @@ class AllReduce(Reduction):
     def native(self, waits: bool, tensor: Tensor) -> bool:
         return self.factor is None and self.backend.core.all_reduce_flat(tensor, self.op, waits)
 
+    def check(self, tensor: Tensor) -> None:
+        derived.check(tensor, self.op)
+
     def run(self, tensor: Tensor) -> None:
-        self.all_reduce(tensor.view(-1))
+        derived.all_reduce(self.comm, tensor.view(-1), self.op, self.factor)
 
 
 class Reduce(Reduction):
     name, methods, arguments = "reduce", ("reduce",), 1
 
-    def __init__(self, comm: Collectives, opts: Any) -> None:
-        super().__init__(comm, opts)
+    def __init__(self, group: Group, opts: Any) -> None:
+        super().__init__(group, opts)
         self.root = opts.rootRank
 
+    def check(self, tensor: Tensor) -> None:
+        derived.check(tensor, self.op)
+
     def run(self, tensor: Tensor) -> None:
-        # Ranks but the root keep their tensors.
-        flat = tensor.view(-1) if self.comm._rank == self.root else tensor.view(-1).clone()
-        if self.factor is not None:
-            flat *= self.factor
-        if self.is_native(flat):
-            self.backend.reduce(flat, self.op, self.root)
-        else:
-            flat.copy_(self.reduced(flat, self.root))
+        derived.reduce(self.comm, tensor.view(-1), self.op, self.factor, self.root)
 
 
 class ReduceScatter(Reduction):
     name = "reduce_scatter"
-    methods: ClassVar[Sequence[str]] = (
+    methods = (
         *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
         *("_reduce_scatter_base", "reduce_scatter_single"),
     )
 
-    def native(self, waits: bool, output: Tensor, input: Any) -> bool:
+    def native(self, waits: bool, output: Tensor, input: Tensor) -> bool:
         if self.factor is not None:
             return False
         return self.backend.core.reduce_scatter_flat(input, output, self.op, waits)
 
-    def check(self, output: Tensor, input: Any) -> None:
-        check_rows(self.name, self.comm._world_size, input, output)
-        super().check(output)
+    def check(self, output: Tensor, input: Tensor) -> None:
+        check_rows(self.name, self.group.size(), input, output)
+        derived.check(output, self.op)
 
-    def run(self, output: Tensor, input: Any) -> None:
-        flat, terms = output.view(-1), to_dense(input).view(-1)
-        if self.factor is not None:
-            terms = terms * self.factor
-        elif flat.untyped_storage().data_ptr() == terms.untyped_storage().data_ptr():
-            terms = terms.clone()  # A communicator's input and output must not overlap.
-        if self.is_native(terms):
-            self.backend.reduce_scatter(terms, flat, self.op)
-        else:
-            flat.copy_(self.reduced(terms).view(self.comm._world_size, -1)[self.comm._rank])
+    def run(self, output: Tensor, input: Tensor) -> None:
+        flat = to_dense(input).view(-1)
+        derived.reduce_scatter(self.comm, output.view(-1), flat, self.op, self.factor)
 
 
-class ReduceScatterList(ReduceScatter):
-    methods = ("reduce_scatter",)
+class ReduceScatterList(Reduction):
+    name, methods = "reduce_scatter", ("reduce_scatter",)
 
     def check(self, output: Tensor, inputs: list[Tensor]) -> None:
-        check_parts(self.name, inputs, self.comm._world_size)
-        check_parts(self.name, [inputs[self.comm._rank]], 1, output)
-        Reduction.check(self, output)
+        check_parts(self.name, inputs, self.group.size())
+        check_parts(self.name, [inputs[self.group.rank()]], 1, output)
+        derived.check(output, self.op)
 
     def run(self, output: Tensor, inputs: list[Tensor]) -> None:
         whole, sizes = torch.cat([x.reshape(-1) for x in inputs]), [x.numel() for x in inputs]
+        flat = output.view(-1)
         if len(set(sizes)) == 1:
-            return super().run(output, whole)
+            return derived.reduce_scatter(self.comm, flat, whole, self.op, self.factor)
         # No native call has slices of different sizes: each rank takes its own slice of the sum.
-        self.backend.announce(self.name, whole, self.op)
-        self.all_reduce(whole)
-        output.view(-1).copy_(whole.split(sizes)[self.comm._rank])
+        self.backend.announce("reduce_scatter", whole, self.op)
+        derived.all_reduce(self.comm, whole, self.op, self.factor)
+        flat.copy_(whole.split(sizes)[self.group.rank()])
 
 
 class Rooted(Collective):
     """A collective whose options name a rank."""
 
-    def __init__(self, comm: Collectives, opts: Any) -> None:
-        super().__init__(comm, opts)
+    def __init__(self, group: Group, opts: Any) -> None:
+        super().__init__(group, opts)
         self.root = opts.rootRank
-        self.size_at_root = comm._world_size if comm._rank == self.root else 0
+        self.size_at_root = group.size() if group.rank() == self.root else 0
 
 
 class Broadcast(Rooted):
@@ -255,7 +191,7 @@ class AllGather(Collective):
         return self.backend.core.all_gather_flat(input, output, waits)
 
     def check(self, output: Tensor, input: Tensor) -> None:
-        check_rows(self.name, self.comm._world_size, output, input)
+        check_rows(self.name, self.group.size(), output, input)
 
     def run(self, output: Tensor, input: Tensor) -> None:
         self.comm.all_gather(input.reshape(-1), out=output.view(-1))
@@ -265,7 +201,7 @@ class AllGatherList(Collective):
     name, methods, copies = "all_gather", ("allgather",), True
 
     def check(self, outputs: list[Tensor], input: Tensor) -> None:
-        check_parts(self.name, outputs, self.comm._world_size, input)
+        check_parts(self.name, outputs, self.group.size(), input)
 
     def run(self, outputs: list[Tensor], input: Tensor) -> None:
         # Into one tensor, as a communicator gathers; a list of tensors has no common memory.
@@ -285,7 +221,7 @@ class AllToAll(Collective):
 
     def run(self, output: Tensor, input: Tensor, *sizes: list[int]) -> None:
         parts = [
-            parts_of(tensor, given or None, self.comm._world_size)
+            parts_of(tensor, given or None, self.group.size())
             for tensor, given in zip((output, to_dense(input)), sizes, strict=True)
         ]
         self.backend.all_to_all(*parts)

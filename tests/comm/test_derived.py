@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.ranks import on_ranks, run_threads
-from support.sweeps.collectives import REDUCE_OPS
 
 from pipekernels import Communicator
-from pipekernels.distributed.collectives import AllReduce, Reduce, ReduceScatter
+from pipekernels.distributed import derived
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
 SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
@@ -72,20 +70,16 @@ def expected(dtype: torch.dtype, op: str) -> list[Any]:
 def test_reductions(comm: Communicator, dtype: torch.dtype, op: str) -> None:
     x = torch.tensor(values(comm.rank, dtype), dtype=dtype)
     rows = x.repeat(RANKS, 1)
-    opts = dist.ReduceOptions()
-    opts.reduceOp, opts.rootRank = REDUCE_OPS[op], 1
-    all_reduce, reduce_scatter = AllReduce(comm, opts), ReduceScatter(comm, opts)
-    reduce = Reduce(comm, opts)
     if not supported(dtype, op):
         with pytest.raises(TypeError, match=f"no reduction '{op}'"):
-            all_reduce.check(x)
+            derived.check(x, op)
         return
     want = torch.tensor(expected(dtype, op), dtype=dtype)
-    all_reduce.run(x)
+    derived.all_reduce(comm, x, op, None)
     part = torch.empty_like(x)
-    reduce_scatter.run(part, rows)
+    derived.reduce_scatter(comm, part, rows.view(-1), op, None)
     kept = rows[0].clone()
-    reduce.run(kept)
+    derived.reduce(comm, kept, op, None, 1)
     for found in (x, part, kept if comm.rank == 1 else want):
         assert found.tolist() == want.tolist()
     assert comm.rank == 1 or kept.tolist() == rows[0].tolist()
