@@ -5,7 +5,6 @@ used as a second device, without values, where there is no GPU.
 """
 
 import copy
-import inspect
 import pickle
 from collections.abc import Callable
 from types import MappingProxyType
@@ -148,15 +147,6 @@ def test_compiles_as_one_graph() -> None:
     expected = model(x)["logits"]
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x)["logits"], expected)
-
-
-def test_the_signature_of_the_forward_is_kept() -> None:
-    """Hugging Face's Trainer drops the columns of a data set that are not in it."""
-    model = Model()
-    expected = inspect.signature(model.forward)
-    for module in (model, copy.deepcopy(model)):
-        parallelize_pipeline(module, {"": "cpu"})
-        assert inspect.signature(module.forward) == expected
 
 
 def test_unparallelizing_restores_everything() -> None:

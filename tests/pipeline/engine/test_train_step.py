@@ -98,17 +98,6 @@ def test_one_tensor_given_twice_gets_both_gradients(place: torch.device) -> None
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_lanes_run_in_order(schedule: str) -> None:
-    with (pipe := by_twos(model())).timeline() as timeline:
-        pipe.train_step(torch.randn(8, 5).double(), None, torch.mean, **OPTIONS[schedule])
-    (phase,) = timeline.phases
-    assert len(phase.program.lanes) == OPTIONS[schedule].get("lanes", 4)
-    for lane, actions in enumerate(phase.program.lanes):
-        ran = [e.action for e in phase.events if phase.program.lane_of[e.action.stage] == lane]
-        assert ran == list(actions)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_exception_in_the_loss_reaches_the_caller(schedule: str, place: torch.device) -> None:
     x, y = torch.randn(8, 5).double(), torch.randn(8, 3).double()
     module = model()
