@@ -96,18 +96,20 @@ def test_equals_the_model(name: str, way: str, device: torch.device) -> None:
 
 
 def on_rank(comm: Communicator) -> None:
-    for name in ("tensors", "frozen", "batch norm", "deferred batch norm"):
+    for name in ("tensors", "frozen", "dropout", "batch norm", "deferred batch norm"):
         model = MODELS[name]
         (x,) = model.inputs(torch.float32)
         plain = model.build(torch.float32)
         reference = cut(plain, model.balance)
         stage = cut(model.build(torch.float32), model.balance)[comm.rank]
         loop, x = Loop(reference, CHUNKS), x[: 2 * CHUNKS]
-        outputs, _, (x_grad, *_), *_ = results(
+        outputs, _, (x_grad, *_), *_, drawn = results(
             loop, "forward", [x.detach().requires_grad_()], plain, 4
         )
         x = x.detach().requires_grad_()
+        torch.manual_seed(7)  # As in results().
         output = run(stage, x, line(comm), CHUNKS)
+        assert torch.equal(torch.rand(2), drawn)  # The stages leave the caller's generator alone.
         loss_of(output).backward()
         if comm.rank == 3:
             assert torch.equal(output, *outputs)

@@ -1,7 +1,6 @@
 """The pipeline over one of two mesh dimensions; the other has data or tensor parallelism."""
 
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -106,50 +105,6 @@ def tensor_parallel(comm: Communicator) -> None:
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, **exactly)
 
 
-class Masks(nn.Module):
-    """Records the dropout masks of all microbatches; each takes ``seconds``."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.masks: list[Tensor] = []
-        self._seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self._seconds)
-        self.masks.append(nn.functional.dropout(torch.ones(64), 0.5))
-        return x * self.masks[-1].mean()
-
-
-def random_numbers(comm: Communicator) -> None:
-    mesh = square("other")
-    group = mesh.get_group("other")
-
-    def masks(seed: int, seconds: float = 0.0, m: int = 3) -> Tensor:
-        torch.manual_seed(seed)
-        module = Masks(seconds)
-        run(module, torch.ones(m, 2), mesh, m)
-        return torch.stack(module.masks)
-
-    def of_all(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        all_masks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(all_masks, mine, group=group)
-        return torch.cat(all_masks)
-
-    mine = masks(1)
-    assert len(of_all(mine).unique(dim=0)) == 2 * 3
-    assert torch.equal(masks(1, seconds=0.01 * comm.rank), mine)
-    assert not torch.equal(masks(2), mine)
-    # A microbatch's numbers do not depend on how many there are.
-    assert torch.equal(masks(1, m=2), mine[:2])
-    # Ranks of one stage draw the same numbers if they have one seed.
-    first, second = of_all(mine, group).chunk(2)
-    assert torch.equal(first, second)
-    assert len(of_all(masks(mesh.get_local_rank("other"))).unique(dim=0)) == 4 * 3
-    torch.manual_seed(1)
-    # The caller's next random numbers do not depend on those of the stages.
-    assert_equal_on_all_ranks(torch.rand(1))
-
-
-@pytest.mark.parametrize("body", [data_parallel, tensor_parallel, random_numbers])
+@pytest.mark.parametrize("body", [data_parallel, tensor_parallel])
 def test_on_ranks(body: Callable[[Communicator], None]) -> None:
     run_processes(4, body)
