@@ -1,6 +1,5 @@
-"""Values beside the output: attributes, auxiliary losses, metrics, dataclasses."""
+"""Values beside the output: attributes, auxiliary losses, metrics."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from support.function_layer import FunctionLayer
 from support.pipes import Pipe, pipe_of
 from torch import nn
 from torch.nn import functional
-from torch.utils import _pytree
 
 from pipekernels import NoChunk
 
@@ -124,38 +122,3 @@ def test_a_step_takes_named_arguments_and_a_tuple_as_one() -> None:
     pipe.train_step((rows(), rows()), rows(), functional.mse_loss)
     with pytest.raises(KeyError):
         pipe.train_step({"x": rows(), "scale": NoChunk(rows())}, rows(), functional.mse_loss)
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-    hidden: torch.Tensor
-    inner: Any
-    steps: int = 0
-
-
-_pytree.register_pytree_node(
-    State,
-    lambda state: ([state.hidden, state.inner, state.steps], None),
-    lambda entries, _: State(*entries),
-)
-
-
-class Step(nn.Linear):
-    def forward(self, value: Any) -> State:
-        if isinstance(value, torch.Tensor):
-            value = State(value, [{"x": value * 2}])
-        hidden = super().forward(value.hidden)
-        return State(hidden, [{"x": value.inner[0]["x"] + hidden}], value.steps + 1)
-
-
-def test_registered_classes_pass_between_stages(tasks: str) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(Step(4, 4), Step(4, 4), Step(4, 4)).double()
-    pipe = pipe_of(*module, chunks=CHUNKS)
-    got, want = pipe(rows()), module(rows())
-    assert type(got) is State and got.steps == [3] * CHUNKS
-    found, expected = (
-        [v.hidden, x := v.inner[0]["x"], *torch.autograd.grad(x.sum(), list(module.parameters()))]
-        for v in (got, want)
-    )
-    torch.testing.assert_close(found, expected)

@@ -14,11 +14,10 @@ import pytest
 import torch
 from support.cuda.recorded_streams import machine
 from support.function_layer import FunctionLayer
-from support.pipes import assert_same_gradients
 from support.skip_layers import Pop, Stash
 from torch import nn
 
-from pipekernels import NoChunk, Pipe, move_to_device, parallelize_pipeline
+from pipekernels import NoChunk, Pipe, move_to_device
 from pipekernels.device import channel
 from pipekernels.ops import p2p_copy
 from pipekernels.pipeline.context import MODES
@@ -266,41 +265,6 @@ def test_channels_keep_no_tensors_of_a_dropped_pipe() -> None:
         assert engine() is None
         assert not any(each._received or each._unused or each._sources for each in channels)
         assert not any(each._pending_host_copies for each in channels)
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_device_maps(chunks: int) -> None:
-    """The model overwrites a tensor that it has sent to another device."""
-
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.here, self.there = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.there.requires_grad_(False)
-            self.double()
-
-        def forward(self, x):
-            x = x * 2
-            there = self.there(x)
-            with torch.no_grad():
-                x.data.mul_(0.5)
-            return there + self.here(x).square()
-
-    plain = Branches()
-    mapped = copy.deepcopy(plain)
-    x = torch.randn(7, WIDTH, dtype=torch.float64)
-    with machine() as made:
-        parallelize_pipeline(mapped, {"": GPU, "there": (OTHER, GPU)})
-        made.placing = False
-        a = x.clone().requires_grad_()
-        y = torch.cat([mapped(part) for part in a.chunk(chunks)])
-        torch.autograd.backward(y.square().sum())
-        made.poll()
-    b = x.clone().requires_grad_()
-    plain(b).square().sum().backward()
-    torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-10)
-    assert_same_gradients(mapped.here, plain.here)
 
 
 def test_the_thread_waits_only_for_moves_to_the_cpu() -> None:
