@@ -1,4 +1,4 @@
-"""A schedule of torch's own pipelines, and ``execute_pipeline``, on the backend's messages."""
+"""torch's own schedules of pipelines, and ``execute_pipeline``, on the backend's messages."""
 
 import copy
 
@@ -8,42 +8,61 @@ from support.ranks import in_group
 from support.spmd_cases import WIDTH, assert_same_grads, exactly, mlp, randn, run, stages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
 pytestmark = pytest.mark.processes
 
 pytest.importorskip("pipekernels.distributed", exc_type=ImportError)
 
 MICROBATCHES = 4
-PLACES = [[0, 2], [1, 3]]  # The stages of each rank.
+# By name of the schedule, the stages of each rank.
+PLACES = {
+    "1F1B": [[0], [1]],
+    "Interleaved1F1B": [[0, 2], [1, 3]],
+    "ZBVZeroBubble": [[0, 3], [1, 2]],
+}
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+@pytest.mark.parametrize("name", PLACES)
 @in_group(2)
-def test_interleaved_stages_equal_the_model(rank: int) -> None:
-    modules = stages(4)
+def test_schedules_equal_the_model(rank: int, name: str) -> None:
+    places = PLACES[name]
+    count = sum(map(len, places))
+    modules = stages(count)
     reference = nn.Sequential(*copy.deepcopy(modules))
-    mine = [PipelineStage(modules[i], i, 4, torch.device("cpu")) for i in PLACES[rank]]
-    schedule = ScheduleInterleaved1F1B(mine, MICROBATCHES, loss_fn=loss_of)
+    device = torch.device("cpu")
+    mine = [PipelineStage(modules[i], i, count, device) for i in places[rank]]
+    if name == "1F1B":
+        schedule = Schedule1F1B(mine[0], MICROBATCHES, loss_fn=loss_of)
+    else:
+        of = {"Interleaved1F1B": ScheduleInterleaved1F1B, "ZBVZeroBubble": ScheduleZBVZeroBubble}
+        schedule = of[name](mine, MICROBATCHES, loss_fn=loss_of)
     x, target = randn(8, WIDTH), randn(8, WIDTH, seed=2)
-    expected = [
-        loss_of(reference(part), wanted)
-        for part, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
-    ]
-    (sum(expected) / MICROBATCHES).backward()
     for _ in range(2):
-        for i in PLACES[rank]:
+        for i in places[rank]:
             modules[i].zero_grad()
         losses: list[Tensor] = []
-        if rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=target, losses=losses)
+        is_last = count - 1 in places[rank]
+        given = (x,) if 0 in places[rank] else ()
+        schedule.step(*given, **({"target": target, "losses": losses} if is_last else {}))
+        reference.zero_grad()
+        expected = [
+            loss_of(reference(part), wanted)
+            for part, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
+        ]
+        (sum(expected) / MICROBATCHES).backward()
+        if is_last:
             torch.testing.assert_close(losses, expected, **exactly)
-        for i in PLACES[rank]:
+        for i in places[rank]:
             assert_same_grads(modules[i], reference[i])
 
 
