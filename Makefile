@@ -94,10 +94,10 @@ $(DEMO) $(TESTS) $(LINT) $(DOCS) $(WHEEL) .venv/coverage.stamp: .venv/%.stamp: $
 	$(PIP) 'pipekernels[$*]'
 	touch $@
 
-# The first two are sdists that look for torch while they are built; llama.cpp comes built for all
-# CPUs, as a package of Node's. Engines that cannot be installed here are left out of the benchmark.
+# torchgpipe is an sdist that looks for torch while it is built; llama.cpp comes built for all CPUs,
+# as a package of Node's. Engines that cannot be installed here are left out of the benchmark.
 $(PEERS): $(BUILT)
-	$(PIP) --no-build-isolation --no-deps fairscale torchgpipe
+	$(PIP) --no-build-isolation --no-deps torchgpipe
 	-$(PIP) ctranslate2 gguf
 	-NODE_LLAMA_CPP_SKIP_DOWNLOAD=true npm install --prefix .venv/peers/node node-llama-cpp@3.22.1
 	touch $@

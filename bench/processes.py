@@ -17,7 +17,6 @@ import torch
 
 # Modules of peers that need not be installed.
 PEERS = {
-    "fairscale": "fairscale",
     "torchgpipe": "torchgpipe",
     "CTranslate2": "ctranslate2",
 }

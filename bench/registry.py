@@ -23,13 +23,11 @@ from types import ModuleType
 CPU = {
     "accuracy": "bench.accuracy",
     "collectives": "bench.collectives",
-    "ddp": "bench.distributed.ddp",
     "decode": "bench.decode",
     "engine": "bench.pipeline.engine",
     "invariant": "bench.invariant",
     "memory": "bench.pipeline.memory",
     "micro_batch": "bench.micro_batch",
-    "pipe": "bench.pipeline.pipe",
     "serve": "bench.serve",
     "steps": "bench.distributed.steps",
     "tensor_parallel": "bench.tensor_parallel",

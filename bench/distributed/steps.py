@@ -4,7 +4,7 @@ and on Gloo: six blocks of a norm and an MLP that widens four times, each block 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -12,19 +12,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import parallel
 
-from bench.distributed import ddp
-from bench.distributed.ddp import RANKS, stepper
 from bench.harness import Options, Turns
 from bench.processes import Serve, join, repeated, started
 
-ROWS, STEPS = 64, 5
+RANKS, ROWS, STEPS = 2, 64, 5
 KINDS = ("FSDP2", "DDP", "tensor parallel")
 BOTH = ("pipekernels", "Gloo")
 CANDIDATES = {f"{kind}, width {width}": BOTH for kind in KINDS for width in (128, 512)}
 QUICK = {"tensor parallel, width 128": BOTH}
 BASE = "Gloo"
-MODEL = f"6 blocks, {ROWS} rows, the same on every rank, cross-entropy, AdamW, float32"
-CONDITIONS = {**ddp.CONDITIONS, "model": MODEL}
+CONDITIONS = {
+    "model": f"6 blocks, {ROWS} rows, the same on every rank, cross-entropy, AdamW, float32",
+    "ranks": f"{RANKS} processes of one thread; DDP's default buckets",
+    "timing": "forward, backward and optimizer step, slowest rank, candidates in turn, the first "
+    "step of each turn does not count, medians",
+}
 
 
 def build(kind: str, width: int) -> nn.Module:
@@ -41,6 +43,20 @@ def build(kind: str, width: int) -> nn.Module:
             shards = {"1": parallel.ColwiseParallel(), "3": parallel.RowwiseParallel()}
             parallel.parallelize_module(each, mesh, shards)
     return nn.parallel.DistributedDataParallel(model) if kind == "DDP" else model
+
+
+def stepper(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], float]:
+    """Returns a function that takes a training step and gives its loss."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+    def step() -> float:
+        loss = nn.functional.cross_entropy(module(x).flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
 
 
 def _steps(rank: int, port: int, serve: Serve, case: str, backend: str) -> None:

@@ -9,13 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from bench import __main__ as bench
 from bench import collectives, harness, records, registry
 from bench.harness import Options, Turns
 from bench.peers import groups
-from bench.pipeline import pipe
 from bench.report import pages, summary
 
 pytestmark = pytest.mark.project
@@ -64,15 +62,15 @@ def test_a_result_file_has_all_cases_or_is_not_written(
         CANDIDATES=plan, QUICK=plan, BASE="theirs", CONDITIONS={"of": "a test"}, turns=turns
     )
     monkeypatch.setattr(registry, "find", lambda name: module)
-    monkeypatch.setattr(sys, "argv", ["bench", "pipe", *option])
+    monkeypatch.setattr(sys, "argv", ["bench", "engine", *option])
     monkeypatch.setenv("OUT", str(tmp_path))
     assert bench.main() == int(bool(broken or wrong))
     printed = capsys.readouterr().out
     assert "| b | 2 s (1.00) | 1.5 s (1.33) |" in printed  # A case that fails stops no other.
     assert ("* a: ValueError: no such library" in printed) == bool(broken)
-    assert (tmp_path / "pipe.json").exists() == kept
+    assert (tmp_path / "engine.json").exists() == kept
     if kept:
-        rows = json.loads((tmp_path / "pipe.json").read_text())["rows"]
+        rows = json.loads((tmp_path / "engine.json").read_text())["rows"]
         medians = [(row["case"], row["candidate"], row["median"]) for row in rows]
         assert medians[:2] == [("a", "theirs", 2.0), ("a", "ours", 1.5)] and len(medians) == 4
 
@@ -87,12 +85,12 @@ def test_results_of_uncommitted_changes_are_refused(
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     (tmp_path / "here").mkdir()
     record = {"commit": "abc", "date": "today", "machine": {"cpu": "Z80", "cores": 1}, "rows": []}
-    path = tmp_path / "here" / "pipe.json"
+    path = tmp_path / "here" / "engine.json"
     path.write_text(records.text_of(record))
-    assert records.load("pipe") == [record]
+    assert records.load("engine") == [record]
     path.write_text(records.text_of(record | {"commit": "abc+changes"}))
-    with pytest.raises(ValueError, match=r"z80-1c/pipe.json is of abc\+changes"):
-        records.load("pipe")
+    with pytest.raises(ValueError, match=r"z80-1c/engine.json is of abc\+changes"):
+        records.load("engine")
 
 
 def test_tables_name_the_strongest_and_leave_machines_out_that_ran_little(
@@ -138,9 +136,9 @@ def test_readme_has_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", sorted({*registry.CPU} - {"collectives", "ddp"}))
+@pytest.mark.parametrize("name", sorted({*registry.CPU} - {"collectives"}))
 def test_programs_run_and_their_tables_are_made(name: str) -> None:
-    """Of CPU ranks, but for DDP, which takes minutes; test_gpu_check.py runs those for GPUs."""
+    """Of CPU ranks; test_gpu_check.py runs those for GPUs."""
     measured = bench.measured(name, Options(quick=True, seconds=60.0), print)
     rows = [row for found in measured for row in found]
     assert rows and not any("error" in row or row.get("wrong") for row in rows)
@@ -177,15 +175,3 @@ def test_collectives_are_checked_and_what_fails_is_left_out(
     printed = capsys.readouterr().out
     assert "absent is not installed" in printed and "no such library" in printed
     assert "Gloo: left out from here on" in printed
-
-
-def test_wrong_gradients_are_refused() -> None:
-    module = pipe.build(16)
-    x, grad = pipe.data(16, 8)
-    wanted = pipe.gradients(module, x, grad)
-    pipe.step(module, x, grad, threads=torch.get_num_threads())()
-    pipe.check(module.parameters(), wanted)
-    with torch.no_grad():
-        module[2].weight.grad *= 1.001
-    with pytest.raises(AssertionError, match="gradients differ from the bare module's by 1.0e-03"):
-        pipe.check(module.parameters(), wanted)
