@@ -84,18 +84,6 @@ def slowest(answers: list[list[int]]) -> list[float]:
     return [max(times) * 1e-9 for times in zip(*answers, strict=True)]
 
 
-def row(part: str, candidate: str, version: str, size: int, dtype: str, **figures: Any) -> Row:
-    """What all rows have."""
-    return {
-        "part": part,
-        "candidate": candidate,
-        "version": version,
-        "size": size,
-        "type": dtype,
-        **figures,
-    }
-
-
 def sample(calls: Calls, size: int, visit: int, quick: bool) -> dict[str, list[float]]:
     """Seconds of each call, by candidate; all of them take turns."""
     rounds, warmup, count = turn_for(size)
@@ -147,7 +135,8 @@ def _rows(case: str, visits: list[Visit]) -> list[Row]:
         figures["algbw"] = size / figures["median"] / 1e9
         figures["busbw"] = figures["algbw"] * 2 * (RANKS - 1) / RANKS
         figures["wrong"] = sum(wrong)
-        rows.append(row("sizes", name, versions[0], size, dtype, **figures))
+        of = {"candidate": name, "version": versions[0], "size": size, "type": dtype}
+        rows.append({"part": "sizes", **of, **figures})
     return rows
 
 

@@ -8,13 +8,10 @@ at all. ``.to`` is torch's own, on one stream.
 * To the GPU: ``ops.p2p_copy`` of each microbatch, from ordinary and from pinned memory.
 * To the host: the same copy, begun when a microbatch has been computed and waited for after the
   next one has been issued, as pipelines do.
-* ``Pipe``: a first stage on the CPU that does nothing, a second one on the GPU.
-* Device map: a CPU model with a module on the GPU, by ``parallelize_pipeline``, called in a loop.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +22,7 @@ from torch import Tensor, nn
 
 from bench.harness import Options, Turns
 from bench.timing import call_seconds
-from pipekernels import Pipe, ops, parallelize_pipeline, unparallelize_pipeline
+from pipekernels import ops
 from pipekernels.device.channel import channel
 
 CHUNKS = 16  # The first copy to the GPU, or the last one to the host, has nothing to hide behind.
@@ -34,14 +31,13 @@ ROWS = (256, 2048)  # of a microbatch
 LONGER = 1.5  # times as long as its copy, the compute on a microbatch
 PRODUCTS = 16  # in a row, of which one's time is taken: launches of later ones cost nothing
 HOST = torch.device("cpu")
-APART = ("copies", "compute", "both")
-GPU: dict[str, tuple[str, ...]] = {
-    f"{way}, {rows} rows": (*APART, ".to") if "GPU" in way or "host" in way else APART
+GPU = {
+    f"{way}, {rows} rows": ("copies", "compute", "both", ".to")
     for rows in ROWS
-    for way in ("to the GPU", "to the GPU from pinned memory", "to the host", "Pipe", "device map")
+    for way in ("to the GPU", "to the GPU from pinned memory", "to the host")
 }
 GPU_QUICK = {f"{case.partition(',')[0]}, 4 rows": names for case, names in GPU.items()}
-BASE = (".to", "torch")
+BASE = (".to", "torch")  # The latter in earlier result files.
 COLUMNS = ("hidden",)
 CONDITIONS = {
     "microbatches": f"{CHUNKS}, of [rows, {WIDTH}] in bfloat16",
@@ -119,37 +115,11 @@ def of_operation(way: str, one: Tensor, device: torch.device) -> Ways:
     return ways
 
 
-def of_model(way: str, one: Tensor, device: torch.device) -> tuple[Ways, Callable[[], object]]:
-    """A model whose first module is on the CPU and whose second one is on the GPU; and what undoes
-    that."""
-    x = one.repeat(CHUNKS, 1)
-    micro_batches = list(x.to(device).chunk(CHUNKS))
-    body = calibrated(lambda: ops.p2p_copy(one, device), micro_batches[0], device)
-    alone = copy.copy(body)
-    model = nn.Sequential(nn.Identity(), body)
-    undo: Callable[[], object] = dict
-    both: Callable[[], Any]
-    if way == "Pipe":
-        pipe = Pipe(model, [1, 1], devices=["cpu", device], chunks=CHUNKS, checkpoint="never")
-        both = functools.partial(pipe, x)
-    else:
-        parallelize_pipeline(model, {"": ("cpu", device), "1": device})
-        both = lambda: torch.cat([model(part) for part in x.chunk(CHUNKS)])
-        undo = functools.partial(unparallelize_pipeline, model)
-    return {
-        "copies": each(lambda part: ops.p2p_copy(part, device), x.chunk(CHUNKS)),
-        "compute": each(alone, micro_batches),
-        "both": both,
-    }, undo
-
-
 def hidden(medians: dict[str, float]) -> dict[str, dict[str, Any]]:
-    """The share of the copies that is hidden, where a case has both."""
+    """The share of the copies that is hidden."""
     apart = medians["copies"] + medians["compute"]
     return {
-        name: {"hidden": (apart - medians[name]) / medians["copies"]}
-        for name in ("both", ".to")
-        if name in medians
+        name: {"hidden": (apart - medians[name]) / medians["copies"]} for name in ("both", ".to")
     }
 
 
@@ -158,11 +128,7 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     way, _, rows = case.partition(", ")
     width = 64 if options.quick else WIDTH
     one = torch.randn(int(rows.split()[0]), width).to(torch.bfloat16)
-    close: Callable[[], object] = dict
-    if way in ("Pipe", "device map"):
-        ways, close = of_model(way, one, options.device)
-    else:
-        ways = of_operation(way, one, options.device)
+    ways = of_operation(way, one, options.device)
 
     def timed(run: Callable[[], Any]) -> Callable[[], float]:
         def turn() -> float:
@@ -172,4 +138,4 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
         return turn
 
     runners = {name: timed(run) for name, run in ways.items()}
-    return Turns(runners, 1, 2 if options.quick else 7, hidden, close)
+    return Turns(runners, 1, 2 if options.quick else 7, hidden)

@@ -81,9 +81,7 @@ class Group:
         python = [str(PYTHONS[system]), "-m", "bench.peers.rank", system, str(folder)]
         commands = [[*python, str(rank), str(ranks)] for rank in range(ranks)]
         if system in LAUNCHERS:
-            crowded = system == "Open MPI" and ranks > len(os.sched_getaffinity(0))
-            launcher = [*LAUNCHERS[system], *["--map-by", ":OVERSUBSCRIBE"] * crowded]
-            commands = [[*launcher, "-n", str(ranks), *python, "0", str(ranks)]]
+            commands = [[*LAUNCHERS[system], "-n", str(ranks), *python, "0", str(ranks)]]
         with self._log.open("wb") as log:
             self._processes = [
                 subprocess.Popen(

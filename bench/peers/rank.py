@@ -122,16 +122,14 @@ class Rank:
         call()
         return int(np.count_nonzero(buffer != self._expected)) if reduces else 0
 
-    def measure(self, candidate: str, warmup: int, calls: int, together: bool = True) -> list[int]:
-        """Nanoseconds to the end of each call, from a common start or from this rank's own;
-        tensors are rewritten before."""
+    def measure(self, candidate: str, warmup: int, calls: int) -> list[int]:
+        """Nanoseconds to the end of each call from a common start; tensors are rewritten before."""
         buffer, call, _ = self._candidates[candidate]
         source, clock = self._source, time.perf_counter_ns
-        start = self._start.together if together else clock
         times = []
         for _ in range(warmup + calls):
             np.copyto(buffer, source)
-            begin = start()
+            begin = self._start.together()
             call()
             times.append(clock() - begin)
         return times[warmup:]

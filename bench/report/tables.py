@@ -13,9 +13,7 @@ from typing import Any
 from bench import records
 from bench.harness import Row
 
-FORMATS = {"of bound": ".0%", "hidden": ".0%", "GB/s": ".0f"} | dict.fromkeys(
-    ("algbw", "busbw", "loss", "TFLOP/s", "error / cublas"), ".4g"
-)
+FORMATS = {"hidden": ".0%"} | dict.fromkeys(("algbw", "busbw", "loss"), ".4g")
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
