@@ -24,26 +24,20 @@ from pipekernels.tensor_parallel import (
 from pipekernels.tensor_parallel.experts import ParallelExperts
 
 pytestmark = pytest.mark.slow
-FAMILIES = [
-    "Mixtral", "Qwen3Moe", "Qwen3Next", "DeepseekV3", "Llama4", "Glm4Moe", "Glm4MoeLite", "GptOss",
-    "Olmoe", "GraniteMoe", "LongcatFlash",
-]  # fmt: skip
-WITH_AUXILIARY_LOSS = ("Mixtral", "Qwen3Moe", "Olmoe", "GraniteMoe")
 EXPERT_PARALLEL = {"*.experts": "expert_parallel"}
 
 
 def model_of(family: str) -> Any:
     kind = getattr(transformers, f"{family}ForCausalLM")
     config = getattr(transformers, f"{family}Config" if family != "Llama4" else "Llama4TextConfig")
-    layers = {"num_layers": 2} if family == "LongcatFlash" else {"num_hidden_layers": 4}
-    return small_model(kind, config(**layers))
+    return small_model(kind, config(num_hidden_layers=4))
 
 
 def losses(model: Any, ids: torch.Tensor) -> list[float]:
     """Of ten training steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    family = type(model).__name__.removesuffix("ForCausalLM")
-    auxiliary = {"output_router_logits": True} if family in WITH_AUXILIARY_LOSS else {}
+    is_mixtral = isinstance(model, transformers.MixtralForCausalLM)
+    auxiliary = {"output_router_logits": True} if is_mixtral else {}
     found = []
     for _ in range(10):
         optimizer.zero_grad()
@@ -55,14 +49,10 @@ def losses(model: Any, ids: torch.Tensor) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    "family", in_gate(["Mixtral", "DeepseekV3", "Glm4MoeLite", "GptOss"], FAMILIES)
-)
+@pytest.mark.parametrize("family", ["Mixtral", "DeepseekV3", "Glm4MoeLite", "GptOss"])
 @pytest.mark.parametrize("plan", ["auto", "expert parallel"])
 @pytest.mark.parametrize("ranks", in_gate([2], [2, 4]))
 def test_training_follows_the_losses_of_one_process(family: str, plan: Any, ranks: int) -> None:
-    if family in ("Llama4", "LongcatFlash") and plan == "expert parallel":
-        pytest.skip("its experts take sorted hidden states, or have no weights")
     full = model_of(family)
     ids = torch.randint(3, 61, (2, 7))
     expected = losses(copy.deepcopy(full).train(), ids)

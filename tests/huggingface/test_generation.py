@@ -95,6 +95,8 @@ def test_ranks_that_would_disagree_are_told_before() -> None:
         prompt = tokens(2, 5)
         with pytest.raises(RuntimeError, match="ranks are threads that share a random number"):
             model.generate(prompt, max_new_tokens=4, do_sample=True)
+        with pytest.raises(ValueError, match="needs one process per rank"):
+            model.generate_batch([[1, 2, 3]])
         found: Tensor = model.generate(prompt, max_new_tokens=4)
         tensor_unparallelize(model)
         assert "generate" not in vars(model)
@@ -134,11 +136,3 @@ def batched(comm: Communicator, names: list[str]) -> None:
 )
 def test_tokens_of_a_batch_are_those_of_generate(world_size: int, names: list[str]) -> None:
     run_processes(world_size, batched, names)
-
-
-def test_ranks_that_are_threads_cannot_batch() -> None:
-    def body(model: Any, _: Communicator) -> None:
-        with pytest.raises(ValueError, match="needs one process per rank"):
-            model.generate_batch([[1, 2, 3]])
-
-    run_sharded(model_of("Llama").eval(), 2, body)

@@ -251,22 +251,6 @@ def test_a_model_that_was_changed_is_refused_by_name() -> None:
         plan_for(model, 2)
 
 
-@pytest.mark.parametrize(
-    ("size", "odd", "when"),
-    in_gate(
-        [(72, "groups of 8", "last")],
-        [
-            (size, odd, when)
-            for size, odd in ((72, "groups of 8"), (80, "pieces of 16"))
-            for when in ("always", "last")
-        ],
-    ),
-)
-def test_groups_that_a_share_would_cut_are_not_cut(size: int, odd: str, when: str) -> None:
-    config = InventedConfig(intermediate_size=size, num_hidden_layers=3, when=when, odd=odd)
-    assert is_sharded_rightly(Invented(config).double(), 2) == (odd == "pieces of 16")
-
-
 @pytest.mark.parametrize("ranks", in_gate([2], [2, 4]))
 def test_each_rank_holds_a_slice_of_every_expert(ranks: int) -> None:
     torch.manual_seed(0)

@@ -60,9 +60,6 @@ def test_layers_may_have_different_numbers_of_heads() -> None:
     shapes = {layer.name: layer.shard for layer in plan_for(model, 2).layers}
     assert shapes["model.layers.0.self_attn.q_proj"][0] == 2 * 8
     assert shapes["model.layers.1.self_attn.q_proj"][0] == 3 * 8
-    shapes = {layer.name: layer.shard for layer in plan_for(model, 4).layers}
-    assert shapes["model.layers.0.self_attn.q_proj"][0] == 1 * 8
-    assert shapes["model.layers.1.self_attn.q_proj"][0] == 2 * 8
     with pytest.raises(ValueError, match=r"layers.0.self_attn.o_proj' has 4 heads .* 5 ranks"):
         plan_for(model, 5)
 

@@ -34,9 +34,7 @@ pytestmark = pytest.mark.slow
 # Family, heads, heads of keys, ranks, and the heads of each rank.
 CASES = [
     ("Llama", 9, 3, 2, [6, 3]),  # SmolLM.
-    ("Qwen2", 14, 2, 4, [4, 3, 4, 3]),  # Biases.
-    ("Qwen2", 14, 2, 3, [7, 4, 3]),
-    ("Llama", 12, 12, 5, [3, 3, 2, 2, 2]),
+    ("Qwen2", 14, 2, 3, [7, 4, 3]),  # Biases.
     ("Qwen3", 14, 2, 3, [7, 4, 3]),  # Norms of queries and keys.
     ("GptOss", 9, 3, 2, [6, 3]),  # Sinks, experts; the plan of the attention is derived.
     ("GptOss", 4, 2, 3, [2, 1, 1]),
@@ -44,10 +42,9 @@ CASES = [
     ("GPT2", 5, 5, 2, [3, 2]),  # Fused layers of Conv1D, by a table.
     ("GPTNeoX", 5, 5, 3, [2, 2, 1]),  # Queries, keys and values interleaved by head.
     ("Bloom", 5, 5, 2, [3, 2]),  # Biases by distance.
-    ("StableLm", 6, 3, 2, [4, 2]),  # Derived, with numbers of heads.
-    ("StableLm", 6, 2, 3, [3, 2, 1]),
+    ("StableLm", 6, 2, 3, [3, 2, 1]),  # Derived, with numbers of heads.
 ]
-GATE = [CASES[i] for i in (0, 2, 5, 8, 10, 12)]
+GATE = [CASES[i] for i in (0, 1, 3, 6, 8, 9)]
 
 
 def model_of(family: str, heads: int, keys: int, dtype: torch.dtype = torch.float64) -> Any:
