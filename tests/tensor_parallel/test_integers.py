@@ -162,14 +162,6 @@ def test_scales_stay_float32_when_the_model_is_converted() -> None:
     assert model[0].to_full().weight.dtype == torch.bfloat16
 
 
-def test_rows_of_zeros_stay_zeros() -> None:
-    [comm] = Communicator.threads(1)
-    model = nn.Sequential(nn.Linear(8, 4, bias=False))
-    nn.init.zeros_(model[0].weight)
-    quantize_weights(tensor_parallelize(model, {"0": "column"}, comm))
-    assert model(torch.ones(2, 8)).equal(torch.zeros(2, 4))
-
-
 def test_what_is_not_supported_is_refused_in_words() -> None:
     [comm] = Communicator.threads(1)
     assert_raises(ValueError, "call tensor_parallelize", quantize_weights, mlp())

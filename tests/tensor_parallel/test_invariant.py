@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import assert_raises, full_gradients
+from support.checks import assert_raises
 from support.levels import in_gate
 from support.ranks import on_ranks, run_threads
 from support.sweeps.collectives import same_bits
@@ -206,9 +206,9 @@ def whole_model(name: str, dtype: torch.dtype) -> nn.Module:
     }  # fmt: skip
     if name == "Llama":
         config = transformers.LlamaConfig(**sizes, intermediate_size=512, num_key_value_heads=8)
-    elif name in ("Qwen3", "Gemma3Text"):  # With norms of queries and keys.
+    elif name == "Qwen3":  # With norms of queries and keys.
         more = {"intermediate_size": 512, "num_key_value_heads": 8, "head_dim": 32}
-        config = getattr(transformers, f"{name}Config")(**sizes, **more)
+        config = transformers.Qwen3Config(**sizes, **more)
     else:
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config = transformers.GPT2Config(**sizes, n_positions=128, **off)
@@ -367,20 +367,6 @@ def test_exact_sums(dtype: torch.dtype) -> None:
     assert (found["terms"] - expected).abs().max() <= sum_error(terms)
     assert not found["zeros"].any() and not found["nothing"].any()
     assert found["tiny"].item() == 8 * tiny
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3Text"])
-def test_gradients_with_norms_of_queries_and_keys(name: str, one_thread: None) -> None:
-    model, ids = whole_model(name, torch.float32), tokens(2, 9)
-
-    def body(comm: Communicator) -> Results:
-        sharded: Any = tensor_parallelize(copy.deepcopy(model), "auto", comm, invariant=True)
-        result = sharded(input_ids=ids, labels=ids)
-        result.loss.backward()
-        return {"logits": result.logits.detach(), **full_gradients(sharded)}
-
-    assert_same_bits(body, (1, 2, 8))
 
 
 @on_ranks(2, run_threads)

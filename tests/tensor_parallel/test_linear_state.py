@@ -131,17 +131,6 @@ def test_copies_share_the_communicator_and_pickling_names_the_remedy() -> None:
     assert_raises(TypeError, "cannot be pickled.*state_dict", pickle.dumps, layer)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy])
-def test_a_copy_of_a_compiled_layer_does_not_use_the_originals_graph(duplicate: Any) -> None:
-    (comm,) = Communicator.threads(1)
-    layer = ColumnParallelLinear(4, 6, comm=comm)
-    layer.compile(backend="eager")
-    layer(torch.ones(2, 4))
-    clone = duplicate(layer)
-    clone._parameters = {"weight": nn.Parameter(torch.zeros(6, 4)), "bias": None}
-    assert not clone(torch.ones(2, 4)).any()
-
-
 def test_errors_state_value_limit_and_remedy() -> None:
     comm, _ = Communicator.threads(2)
     Row, Column, sharded = RowParallelLinear, ColumnParallelLinear, RowParallelLinear.from_linear
