@@ -213,28 +213,3 @@ def test_ranks_that_disagree_are_named_at_once(rank: int) -> None:
             (theirs if rank else ours)()
     dist.all_reduce(x)  # The group stays usable.
     assert x.tolist() == [2.0] * 4
-
-
-@in_group(2)
-def test_functional_collectives(rank: int) -> None:
-    group = dist.group.WORLD
-    x = torch.arange(4.0) + rank
-    assert functional.all_reduce(x, "sum", group).tolist() == [1.0, 3.0, 5.0, 7.0]
-    assert functional.all_reduce(x, "avg", group).tolist() == [0.5, 1.5, 2.5, 3.5]
-    gathered = functional.all_gather_tensor(x, 0, group)
-    assert gathered.tolist() == [0.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 4.0]
-    scattered = functional.reduce_scatter_tensor(x, "sum", 0, group)
-    assert scattered.tolist() == [[1.0, 3.0], [5.0, 7.0]][rank]
-    assert functional.broadcast(x, 1, group).tolist() == [1.0, 2.0, 3.0, 4.0]
-    swapped = functional.all_to_all_single(x, None, None, group)
-    assert swapped.tolist() == [[0.0, 1.0, 1.0, 2.0], [2.0, 3.0, 3.0, 4.0]][rank]
-    several = functional.all_reduce_coalesced([x, x[:1]], "max", group)
-    assert [y.tolist() for y in several] == [[1.0, 2.0, 3.0, 4.0], [1.0]]
-
-
-@in_group(2)
-def test_ranks_with_unevenly_many_inputs_join(rank: int) -> None:
-    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3), find_unused_parameters=True)
-    with model.join():
-        for _ in range(3 + 2 * rank):
-            model(torch.randn(2, 3)).sum().backward()

@@ -52,17 +52,11 @@ class Recorder:
         return call
 
 
-CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {  # Of two tensors and the group.
+# Of two tensors and the group; one for each form of arguments.
+CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "allreduce": lambda x, y, group: dist.all_reduce(x),
-    "broadcast": lambda x, y, group: dist.broadcast(x, 0),
     "allgather": lambda x, y, group: dist.all_gather([x], y),
     "_allgather_base": lambda x, y, group: group._allgather_base(x, y, AllgatherOptions()),
-    "reduce_scatter": lambda x, y, group: dist.reduce_scatter(x, [y]),
-    "_reduce_scatter_base": (
-        lambda x, y, group: group._reduce_scatter_base(x, y, dist.ReduceScatterOptions())
-    ),
-    "reduce": lambda x, y, group: dist.reduce(x, 0),
-    "gather": lambda x, y, group: dist.gather(x, [y], 0),
     "scatter": lambda x, y, group: dist.scatter(x, [y], 0),
     "alltoall": lambda x, y, group: dist.all_to_all([x], [y]),
     "alltoall_base": lambda x, y, group: group.alltoall_base(x, y, [], [], AllToAllOptions()),
@@ -70,14 +64,6 @@ CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {  # Of two tensors and the g
 NOT_ON_META: dict[str, Callable[[Any, Any, Any], Any]] = {  # Torch does not have these there.
     "allreduce_coalesced": (
         lambda x, y, group: group.allreduce_coalesced([x], dist.AllreduceCoalescedOptions())
-    ),
-    "allgather_into_tensor_coalesced": (
-        lambda x, y, group: group.allgather_into_tensor_coalesced([x], [y], AllgatherOptions())
-    ),
-    "reduce_scatter_tensor_coalesced": (
-        lambda x, y, group: group.reduce_scatter_tensor_coalesced(
-            [x], [y], dist.ReduceScatterOptions()
-        )
     ),
     "allgather_coalesced": lambda x, y, group: group.allgather_coalesced([[x]], [y]),
 }

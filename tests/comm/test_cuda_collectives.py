@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.ranks import on, on_ranks, run_processes, run_threads
 from torch import Tensor
 
-from pipekernels import Communicator, PeerError, _backend, ops
+from pipekernels import Communicator, _backend, ops
 from pipekernels.comm import cuda
 
 on_gpu = pytest.mark.parametrize(
@@ -319,31 +319,6 @@ def call_differently(comm: Communicator, gpu: torch.device) -> None:
 @on_gpu
 def test_processes_that_call_different_collectives_raise(gpu: torch.device) -> None:
     run_processes(2, call_differently, gpu)
-
-
-def leave_early(comm: Communicator, gpu: torch.device, abort: bool) -> None:
-    x = torch.ones(1 << 18, device=gpu)
-    comm.all_reduce(x)
-    comm.synchronize()
-    if comm.rank == 1:
-        if abort:
-            with pytest.raises(ZeroDivisionError), comm:
-                _ = 1 / 0
-        comm.close()
-    else:
-        words = "gave up after an error" if abort else "has closed its communicator"
-        with pytest.raises(PeerError, match=f"rank 1 {words}"):
-            for _ in range(1000):
-                comm.all_reduce(x)
-                comm.synchronize()
-    assert is_usable(gpu)
-
-
-@pytest.mark.processes
-@on_gpu
-@pytest.mark.parametrize("abort", [False, True])
-def test_a_rank_that_leaves_is_named(abort: bool, gpu: torch.device) -> None:
-    run_processes(2, leave_early, gpu, abort)
 
 
 @on_gpu
