@@ -149,14 +149,6 @@ def test_a_container_of_six_cores_has_so_many_threads(
     ]
 
 
-@pytest.mark.parametrize("ranks", [0, -1, 49])
-def test_more_ranks_than_cores_are_an_error(ranks: int, tmp_path: Path) -> None:
-    topology = topology_of(tmp_path, TWO_SOCKETS)
-    message = f"cannot bind {ranks} ranks to 48 cores.*; pass --nproc-per-node of 1 to 48"
-    with pytest.raises(ValueError, match=message):
-        places(topology, ranks)
-
-
 def test_a_host_without_sysfs_has_a_core_per_cpu(tmp_path: Path) -> None:
     topology = read_topology(tmp_path, allowed=[4, 5])
     assert topology.nodes == [0] and topology.quota is None

@@ -170,9 +170,3 @@ def test_a_row_that_is_not_finite_is_nan_and_no_other() -> None:
     with torch.no_grad():
         y = weight_of(plain, 8).linear(x)
     assert y.isnan().all(1).tolist() == [False, True, False]
-
-
-def test_gradients_are_refused() -> None:
-    own = weight_of(integers((16, 64), 8, None, zeros=False), 8)
-    with pytest.raises(RuntimeError, match=r"integers have no gradients; use torch.no_grad\(\)"):
-        own.trained()

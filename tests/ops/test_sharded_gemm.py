@@ -287,12 +287,11 @@ def test_every_configuration_on_a_gpu(
                 assert errors[0] <= 1.1 * errors[1]
 
 
-@pytest.mark.compile
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("m", [1, 1000])
 def test_triton_on_a_gpu(m: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Forward and gradients have the same bits every time, compiled and captured too."""
+    """Forward and gradients have the same bits every time, captured too."""
     case = Case.make(dtype, device, m, 520, 1024)
 
     def step(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
@@ -306,16 +305,6 @@ def test_triton_on_a_gpu(m: int, dtype: torch.dtype, device: torch.device) -> No
     check(first[2], case.residual.t(), case.x.t())
     for _ in range(5):
         assert all(torch.equal(y, z) for y, z in zip(step(*leaves), first, strict=True))
-
-    # Inductor is slow, and need not be tested more than once here.
-    backend = "inductor" if (m, dtype) == (1000, torch.bfloat16) else "aot_eager"
-    forward = torch.compile(
-        lambda x, w, b: sharded_gemm(x, w, b, algorithm="triton"), fullgraph=True, backend=backend
-    )
-    y = forward(*leaves)
-    assert torch.equal(y, first[0])
-    grads = torch.autograd.grad(y, leaves, case.residual)
-    assert all(torch.equal(y, z) for y, z in zip(grads[:2], first[1:3], strict=True))
 
     static = [t.detach().clone() for t in leaves]
     graphs, outputs = [], []
