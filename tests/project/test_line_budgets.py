@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 # Lines with comments, docstrings and blank lines. A budget is 3% above what was reached, so that a
 # mended bug fits.
 BUDGETS = {
-    "pipekernels": (20_400, ["*.py"]),
-    "tests": (22_940, ["*.py"]),
+    "pipekernels": (19_300, ["*.py"]),
+    "tests": (22_000, ["*.py"]),
     "bench": (5_350, ["*.py"]),
     "csrc": (21_600, ["*.cpp", "*.h", "*.cu", "*.cuh"]),
 }
