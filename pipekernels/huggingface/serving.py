@@ -210,7 +210,7 @@ def _manager(model: Any, tokenizer: Any, cache_tokens: int | None) -> Any:
 def _answer(
     options: argparse.Namespace, model: Any, tokenizer: Any, manager: Any, pids: Sequence[int]
 ) -> None:
-    """Serve until a signal comes, or a process of ``pids``, those of all ranks, has ended."""
+    """Serve until a signal comes or a rank has ended; ``pids`` are the processes of all ranks."""
     models: Any = model_manager.ModelManager()
     models.force_model = str(options.folder)
     own = {"id": models.force_model, "object": "model", "created": 0, "owned_by": "pipekernels"}

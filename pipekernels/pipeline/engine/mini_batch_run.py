@@ -92,7 +92,7 @@ class MiniBatchRun:
         self._dropped = dropped
         self._consumer: OutputConsumer = self.outputs  # In a training step, the losses.
         self._trains = False  # Whether this is a training step.
-        # Those of the thread that runs the forward, if a backward is to recompute.
+        # The settings of the forward's thread, if a backward is to recompute.
         self._settings: Settings | None = None
         # Versions of the parameters after the forward, if backwards recompute.
         self._parameter_versions: list[int] = []
