@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from demo import llama, text
 from demo.ranks import RANKS, processes
-from demo.results import Check, SpeedUp, Spread
+from demo.results import Check, SpeedUp, Spread, rounded
 from demo.sizes import Sizes
 
 WHOLE = {
@@ -57,10 +57,8 @@ def _run_llama(sizes: Sizes) -> Generation:
             name: stack.enter_context(processes(1, llama.prepare_whole, sizes, dtype))
             for name, dtype in WHOLE.items()
         }
-        split = processes(RANKS, llama.prepare_integers, sizes, True, backend="pipekernels")
+        split = processes(RANKS, llama.prepare_integers, sizes, backend="pipekernels")
         turns[SPLIT] = stack.enter_context(split)
-        with processes(1, llama.prepare_integers, sizes, False, backend="pipekernels") as turn:
-            ((_, expected),) = turn()
         in_turn = list(turns)
         for round_ in tqdm(range(1 + sizes.llama_rounds), "generating", unit="round"):
             for name in in_turn:
@@ -74,13 +72,29 @@ def _run_llama(sizes: Sizes) -> Generation:
         print(f"{name:>32}: {spread} tokens/s")
     peer = max(WHOLE, key=lambda name: spreads[name].median)
     ratio = spreads[SPLIT].median / spreads[peer].median
-    different = sum(sequence != expected for sequence in sequences[SPLIT])
-    check = Check(
-        f"{different} of {len(sequences[SPLIT])} generations on ranks differ from that of one "
-        f"process, not compiled, with weights of {llama.BITS} bits (limit 0)",
-        different == 0,
+    return Generation(
+        spreads,
+        [SpeedUp("generation with the Llama", peer, ratio)],
+        _compare_tokens(sizes, sequences[SPLIT]),
     )
-    return Generation(spreads, [SpeedUp("generation with the Llama", peer, ratio)], [check])
+
+
+def _compare_tokens(sizes: Sizes, sequences: list[tuple[int, ...]]) -> list[Check]:
+    different = sum(sequence != sequences[0] for sequence in sequences)
+    with processes(1, llama.prepare_comparison, sizes) as turn:
+        ((short, error),) = turn(sequences[0])
+    limit = 4 * error  # Twice for the ranks' own errors, twice as the errors are samples.
+    return [
+        Check(
+            f"{different} of {len(sequences)} generations on ranks differ from the first (limit 0)",
+            different == 0,
+        ),
+        Check(
+            f"the logits of their tokens are {rounded(short)} below the largest ones of one "
+            f"process at most (limit {rounded(limit)}, four rounding errors of a logit)",
+            short <= limit,
+        ),
+    ]
 
 
 def _compare_texts(sizes: Sizes, model: nn.Sequential, output: Path) -> Check:

@@ -31,13 +31,38 @@ def prepare_whole(rank: int, sizes: Sizes, dtype: torch.dtype) -> Turn:
     return _turn(_new_model(sizes).to(dtype), sizes)
 
 
-def prepare_integers(rank: int, sizes: Sizes, compiled: bool) -> Turn:
+def prepare_integers(rank: int, sizes: Sizes) -> Turn:
     """A turn generates on all ranks together, with weights of integers."""
-    comm = Communicator.from_process_group()
-    model = quantize_weights(tensor_parallelize(_new_model(sizes), "auto", comm), bits=BITS)
-    if compiled:
-        compile_decoding(model, PROMPT + sizes.llama_new_tokens)
+    model = _with_integers(_new_model(sizes))
+    compile_decoding(model, PROMPT + sizes.llama_new_tokens)
     return _turn(model, sizes)
+
+
+def prepare_comparison(rank: int, sizes: Sizes) -> Callable[[tuple[int, ...]], tuple[float, float]]:
+    """A turn compares tokens with what one process computes from the same integers.
+
+    It returns by how much a token's logit falls short of the largest one, at most, and the
+    rounding error of a logit in float32, both against float64. Rounding moves activations over
+    the bounds between integers, so tokens of float32 depend on the order of each sum.
+    """
+    exact = _with_integers(_new_model(sizes).double())
+    single = _with_integers(_new_model(sizes))
+
+    @torch.inference_mode()
+    def turn(tokens: tuple[int, ...]) -> tuple[float, float]:
+        new = torch.tensor([tokens])
+        ids = torch.cat([_prompt(sizes), new[:, :-1]], 1)
+        logits = exact(ids).logits[:, PROMPT - 1 :]
+        error = (single(ids).logits[:, PROMPT - 1 :] - logits).abs().max()
+        short = logits.amax(-1) - logits.gather(-1, new[..., None])[..., 0]
+        return short.max().item(), error.item()
+
+    return turn
+
+
+def _with_integers(model: Any) -> Any:
+    comm = Communicator.from_process_group()
+    return quantize_weights(tensor_parallelize(model, "auto", comm), bits=BITS)
 
 
 def _new_model(sizes: Sizes) -> Any:
@@ -58,10 +83,13 @@ def _new_model(sizes: Sizes) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def _turn(model: Any, sizes: Sizes) -> Turn:
+def _prompt(sizes: Sizes) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    shape, new = (1, PROMPT), sizes.llama_new_tokens
-    prompt = torch.randint(3, sizes.llama_vocabulary, shape, generator=generator)
+    return torch.randint(3, sizes.llama_vocabulary, (1, PROMPT), generator=generator)
+
+
+def _turn(model: Any, sizes: Sizes) -> Turn:
+    prompt, new = _prompt(sizes), sizes.llama_new_tokens
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
 
     def turn() -> tuple[float, tuple[int, ...]]:
