@@ -85,6 +85,7 @@ class Scatter:
         self.rows = rows_of(tensors, self.dim, what)
         self.sizes = _sizes(self.rows, batch.chunks)  # Rows of each microbatch.
         self._wants_grad = tuple(wants_grad)
+        self.want_grad = any(wants_grad)
         for i, tensor in enumerate(tensors):
             if len(self.sizes) > 1 and (tensor.layout != torch.strided or tensor.is_nested):
                 raise TypeError(
@@ -227,10 +228,9 @@ class Outputs:
             [self._joined(column) for column in zip(*[p.tensors for p in parts], strict=True)]
         )
 
-    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _joined(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """One output of all microbatches."""
-        parts, dim = [part.detach() for part in parts], self._dim
-        first = parts[0]
+        first, dim = parts[0], self._dim
         if first.dim() == 0 and (first.is_floating_point() or first.is_complex()):
             if any(part.dim() for part in parts):
                 raise ValueError(

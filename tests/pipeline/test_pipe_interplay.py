@@ -140,20 +140,13 @@ def replaced(pipe: Pipe, x: torch.Tensor) -> torch.Tensor:
     return output
 
 
-@pytest.mark.parametrize(
-    ("forward", "message"),
-    [
-        (other_parameters, "which parameters they have, were changed"),
-        (frozen, "differs from that of its forward"),
-        (replaced, "which parameters they have, were changed"),
-    ],
-)
+@pytest.mark.parametrize("forward", [other_parameters, frozen, replaced])
 def test_other_parameters_in_a_recomputation(
-    forward: Callable[..., torch.Tensor], message: str, tasks: str
+    forward: Callable[..., torch.Tensor], tasks: str
 ) -> None:
     pipe = Pipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
     loss = forward(pipe, torch.randn(6, 4, dtype=torch.float64, requires_grad=True)).sum()
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match="which parameters they have or train, were changed"):
         loss.backward()
     assert all(p.grad is None for p in pipe.parameters())
 

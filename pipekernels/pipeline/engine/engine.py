@@ -69,10 +69,8 @@ class Engine:
         with _in_pipe(), turn, self.lock:
             run = self._start(GPIPE, batch, checkpoint, trains=False)
             with committed(self.stages.modules) if self.stages.has_deferred_batch_norm else NOTHING:
-                # Alone, the microbatch runs in the caller's graph. Else the pipe is one node in it.
-                if run.is_alone:
-                    self.recycle(run.parameters)
-                    return run.run_alone(batch.tensors)
+                if run.is_direct:  # Else the pipe is one node in the caller's graph.
+                    return run.run_direct(batch.tensors)
                 if run.parameters is None:
                     tensors = run.forward(batch.tensors)
                 else:
@@ -134,32 +132,26 @@ class Engine:
         if self._layers.have_changed(with_hooks=True):
             stages.inspect_layers()
             self._layers = Layers(stages.modules)
-        # Copies that no other mini-batch has.
-        parameters: Parameters | None = None
-        while parameters is None and self._free_parameters:
-            kept = self._free_parameters.pop()
-            is_current = kept.layers is self._layers and kept.memory == kept.memory_now()
-            parameters = kept if is_current else None
-        parameters = parameters or Parameters(self._layers)
         enabled = torch.is_grad_enabled()
         wanted = [enabled and tensor.requires_grad for tensor in batch.tensors]
-        grad = enabled and (trains or any(wanted) or bool(parameters.unique))
-        # The pipe's node holds the graph of the inputs.
-        tensors = [tensor.detach() for tensor in batch.tensors] if grad else batch.tensors
-        inputs = Scatter(replace(batch, tensors=tensors), wanted, device=stages.devices[0])
+        learns = any(p.requires_grad for p in self._layers.every_parameter)
+        grad = enabled and (trains or learns or any(wanted))
+        if any(wanted):  # The pipe's node holds the graph of the inputs.
+            batch = replace(batch, tensors=[tensor.detach() for tensor in batch.tensors])
+        inputs = Scatter(batch, wanted, device=stages.devices[0])
         count = len(inputs.sizes)
         dropped = 0
         if grad and checkpoint != "never":
             dropped = count - 1 if checkpoint == "except_last" else count
-        if not grad:  # The layers then use the parameters themselves.
-            self._free_parameters.append(parameters)
-        return MiniBatchRun(
-            stages=stages,
-            schedule=schedule,
-            inputs=inputs,
-            parameters=parameters if grad else None,
-            dropped=dropped,
-        )
+        run = MiniBatchRun(stages=stages, schedule=schedule, inputs=inputs, dropped=dropped)
+        if grad and (trains or not run.is_direct):
+            # Copies that no other mini-batch has.
+            while self._free_parameters and run.parameters is None:
+                kept = self._free_parameters.pop()
+                if kept.layers is self._layers and kept.memory == kept.memory_now():
+                    run.parameters = kept
+            run.parameters = run.parameters or Parameters(self._layers)
+        return run
 
     @contextmanager
     def _in_autograd(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from pipekernels.pipeline.engine.entry import Copied, copied_apart
 from pipekernels.pipeline.engine.parameters import Parameters, versions
 from pipekernels.pipeline.engine.split_backward import HookWatch, WeightBackward
 from pipekernels.pipeline.engine.stages import Stages
-from pipekernels.pipeline.engine.task import SavedGraph, Values, buffers_now, may_join
+from pipekernels.pipeline.engine.task import SavedGraph, Values, buffers_now
 from pipekernels.pipeline.engine.transport import NO_SKIPS, STILL, SkipTable, Transport
 from pipekernels.pipeline.microbatch import (
     Activation,
@@ -42,7 +42,6 @@ from pipekernels.pipeline.schedule import Action, Program, Schedule, order_of_is
 Contexts = Callable[[], AbstractContextManager[Any]]
 
 _RANGE = "%s stage %d, microbatch %d"  # What the profiler shows.
-_AT_ONCE = Program([[Action("B", 0, -1)]])  # Stands for the backwards of all microbatches.
 
 
 class MiniBatchRun:
@@ -60,9 +59,11 @@ class MiniBatchRun:
         stages: what it runs.
         schedule: the order.
         inputs: one per microbatch.
-        parameters: the stages', None if no backward can follow.
         dropped: how many microbatches, from the first, keep only their inputs and are recomputed
             in the backward.
+
+    Attributes:
+        parameters: the stages', None if no backward of this object can follow.
     """
 
     def __init__(
@@ -71,12 +72,11 @@ class MiniBatchRun:
         stages: Stages,
         schedule: Schedule,
         inputs: Scatter,
-        parameters: Parameters | None,
         dropped: int,
     ) -> None:
         self.stages = stages
         self.inputs = inputs
-        self.parameters = parameters
+        self.parameters: Parameters | None = None
         self.outputs = Outputs(inputs.sizes, inputs.dim)
         count = len(inputs.sizes)
         # As one task, stages of one device make fewer graphs. Not where each stage is to be shown,
@@ -110,9 +110,12 @@ class MiniBatchRun:
         self._hook_watch: HookWatch | None = None  # If backwards are in two parts.
         self._released = False  # A backward has freed the graphs.
         self._moves = len({*stages.devices, *inputs.devices}) > 1
-        # Whether there is one microbatch, and nothing between the model and its graph: then it is
-        # the model, and autograd runs its backward.
-        self.is_alone = count == 1 and self._is_fused and not dropped and not self._moves
+        # Whether nothing is between the layers and their graph: then it is in the caller's, and
+        # autograd runs its backward. That adds up the gradients of all uses of a parameter, the
+        # latest first, so each microbatch may use it but once.
+        is_direct = fused is not None and not dropped and not self._moves
+        uses_once = fused is not None and fused.is_plain and not inputs.want_grad
+        self.is_direct = is_direct and (count == 1 or uses_once)
         # The last attribute, so that it is destroyed after the graphs: its end releases the
         # buffers that they received.
         copies = self._moves or stages.with_streams
@@ -120,15 +123,23 @@ class MiniBatchRun:
 
     # ---- passes ----------------------------------------------------------------------------------
 
-    def run_alone(self, given: Sequence[torch.Tensor]) -> Any:
-        """Run the only microbatch, ``given``, in the caller's graph, if ``is_alone``; returns its
+    def run_direct(self, given: Sequence[torch.Tensor]) -> Any:
+        """Run the microbatches of ``given`` in the caller's graph, if ``is_direct``; returns the
         value."""
-        (task,) = self._tasks
-        tensors = [Copied.apply(tensor) for tensor in given] if task.may_overwrite else given
-        inputs = replace(self.inputs.take(0), tensors=tuple(tensors))
+        (task,), count = self._tasks, len(self.inputs.sizes)
         with own_state(self.stages.generators):
-            outputs, _ = task.forward(inputs, self._seed, 0, alone=True)
-        return merged([outputs.structure]).build(copy_if_aliased(outputs.tensors, given))
+            for m in range(count):
+                inputs = self.inputs.take(m)
+                tensors = inputs.tensors if count > 1 else given
+                if task.may_overwrite:
+                    tensors = [Copied.apply(tensor) for tensor in tensors]
+                inputs.tensors = tuple(tensors)
+                outputs, _ = task.forward(inputs, self._seed, m, direct=True)
+                self.outputs.collect(m, outputs)
+        if count == 1:
+            return merged([outputs.structure]).build(copy_if_aliased(outputs.tensors, given))
+        tensors = self.outputs.join()
+        return self.outputs.structure.build(tensors)
 
     def forward(self, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run every forward; returns the outputs ``[batch, ...]``. They share no memory with
@@ -145,7 +156,7 @@ class MiniBatchRun:
         if parameters is not None and self._dropped:
             self._parameter_versions = versions(parameters.tensors)
         # Joined outputs are new tensors; that of a single microbatch is the layers' own.
-        whole = self.outputs.join()
+        whole = tuple([tensor.detach() for tensor in self.outputs.join()])
         return whole if len(self.inputs.sizes) > 1 else copy_if_aliased(whole, given)
 
     def backward(
@@ -173,15 +184,13 @@ class MiniBatchRun:
         self._keep_graph = keep_graph
         self.outputs.whole_grads = grads
         program = self._program().backwards
-        if self._is_fused and not self._dropped and may_join(self._graphs[0]):
-            program = _AT_ONCE  # Autograd is entered once, which saves a tenth of its time.
         # Streams as in the forward.
         with self._transport.phase() if self.stages.with_streams else NOTHING:
             if not self._dropped:
                 return self._gradients(program)
             change = ""
-            if parameters.layers.have_changed():
-                change = "layers, their modes, or which parameters they have, were changed"
+            if parameters.layers.have_changed() or any(p.requires_grad for p in parameters.frozen):
+                change = "layers, their modes, or which parameters they have or train, were changed"
             elif versions(parameters.tensors) != self._parameter_versions:
                 change = "parameters were modified in place"
             if change:
@@ -225,14 +234,13 @@ class MiniBatchRun:
             clocks = {task.device: self._transport.clock(task.device) for task in self._tasks}
             recording = timeline.recorded(program, [clocks[task.device] for task in self._tasks])
         is_profiled = is_profiler_enabled()
-        backward = self._backward_at_once if program is _AT_ONCE else self._backward
         with recording as shown:
             for action in order:
                 task = self._tasks[action.stage]
                 if task.device != device:
                     device = task.device
                     streams.make_device_current(device)
-                act = self._forward if action.type == "F" else backward
+                act = self._forward if action.type == "F" else self._backward
                 try:
                     with (
                         shown(action) if shown else NOTHING,
@@ -297,7 +305,7 @@ class MiniBatchRun:
         if dropped:
             # The graph was made all the same: it says which outputs want gradients, and torch has
             # other kernels without one, whose bits differ (of LSTMs, of attention).
-            nodes = graph.node_types()
+            nodes = task.nodes_of(graph)
             graph = replace(
                 graph,
                 leaves=(),
@@ -371,7 +379,7 @@ class MiniBatchRun:
                 if second_part is not None:
                     self._second_parts[stage, m] = second_part
             else:
-                (result,) = task.backward([graph], [grads], self._keep_graph)
+                result = task.backward(graph, grads, self._keep_graph)
         # 2, 1. Gradients of skips and inputs leave for the stages that sent them.
         if graph.received:
             n = len(result) - len(graph.received)
@@ -381,19 +389,6 @@ class MiniBatchRun:
         if graph.sources:
             result = self._transport.send(result, graph.sources, (stage - 1, m, True))
         self._grads[m] = result
-
-    def _backward_at_once(self, _: Action) -> None:
-        """Enter autograd once for all microbatches: possible if one task has nothing to recompute.
-        Autograd takes the latest forward first, as the program does."""
-        graphs = {m: graph for m, graph in enumerate(self._graphs[0]) if graph is not None}
-        if not self._keep_graph:
-            self._graphs[0] = []
-        grads = [self._consumer.grads(m) for m in graphs]
-        results = self._tasks[0].backward([*graphs.values()], grads, self._keep_graph)
-        for (m, graph), result in zip(graphs.items(), results, strict=True):
-            if graph.sources:
-                result = self._transport.send(result, graph.sources, (-1, m, True))
-            self._grads[m] = result
 
     def _send(self, value: Activation, stage: int, m: int) -> Activation:
         """Start copying ``value`` to the device of ``stage``, if it is on another one."""
@@ -409,8 +404,7 @@ class MiniBatchRun:
 def _add_note(error: Exception, action: Action, stage: str) -> None:
     """Say in a note (PEP 678) that ``action``, of ``stage``, has raised ``error``."""
     what = "forward" if action.type == "F" else "backward"
-    m = "several microbatches" if action.micro_batch < 0 else f"microbatch {action.micro_batch}"
-    note = f"raised in the {what} of {stage}, {m} of a pipe"
+    note = f"raised in the {what} of {stage}, microbatch {action.micro_batch} of a pipe"
     # BaseException.add_note() needs Python 3.11. A layer may raise one object repeatedly.
     notes = vars(error).setdefault("__notes__", [])
     notes += {note}.difference(notes)

@@ -42,6 +42,7 @@ class Layers:
         every = [list(stage.modules()) for stage in stages]
         # Of each layer, its dict, and a copy that keeps the parameters and so their ids.
         self.parameters = [[(x._parameters, {**x._parameters}) for x in stage] for stage in every]
+        self.every_parameter = [p for stage in stages for p in stage.parameters()]
         self._layers = [layer for stage in every for layer in stage]
         self._classes = [*map(type, self._layers)]
         self._modes = [layer.training for layer in self._layers]
@@ -75,14 +76,15 @@ class Parameters:
     mini-batch owns its object from the forward to the end of its backward.
 
     Attributes:
-        unique: the trainable parameters, each once.
-        tensors: these and the frozen ones, as layers have them while the copies are installed.
+        frozen: the parameters that are not trainable.
+        unique: the trainable ones, each once.
+        tensors: both, as layers have them while the copies are installed.
         memory: what :meth:`memory_now` returned when this object was made.
     """
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
-        self._frozen: list[nn.Parameter] = []
+        self.frozen: list[nn.Parameter] = []
         # By stage, and by id of the parameter: it and its copy. Stages that share a parameter have
         # a copy each, so that the order of a sum does not depend on which stages run as one.
         self._pairs: list[dict[int, tuple[nn.Parameter, nn.Parameter]]] = []
@@ -95,7 +97,7 @@ class Parameters:
                     if parameter is None:
                         continue
                     if not parameter.requires_grad:
-                        self._frozen.append(parameter)
+                        self.frozen.append(parameter)
                         continue
                     # Layers of one stage that share a parameter share the copy.
                     if id(parameter) not in pairs:
@@ -104,13 +106,13 @@ class Parameters:
             self._pairs.append(pairs)
         by_id = {key: pair[0] for pairs in self._pairs for key, pair in pairs.items()}
         self.unique = list(by_id.values())
-        self.tensors = [*self._frozen, *(copy for _, _, _, copy in self._entries)]
+        self.tensors = [*self.frozen, *(copy for _, _, _, copy in self._entries)]
         self.memory = self.memory_now()
 
     def memory_now(self) -> list[Any]:
         """What copies take from their parameters, now; module.to(dtype) changes it."""
         named = [(p.requires_grad, p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.unique]
-        return [*named, *(p.requires_grad for p in self._frozen)]
+        return [*named, *(p.requires_grad for p in self.frozen)]
 
     @contextmanager
     def installed(self) -> Iterator[None]:

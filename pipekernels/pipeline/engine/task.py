@@ -97,37 +97,6 @@ class SavedGraph:
     buffers: Sequence[Buffer] = ()  # Before a checkpointed forward, for its recomputation.
     versions: Sequence[int] = ()  # Those of `inputs`, before the forward.
 
-    def node_types(self) -> list[type]:
-        """The classes of all nodes that the roots lead to, in one order for equal graphs."""
-        stack = [root.node for root in reversed(self.roots) if isinstance(root, GradientEdge)]
-        seen = set()
-        types: list[type] = []
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                types.append(type(node))
-                stack += [child for child, _ in node.next_functions if child is not None]
-        return types
-
-
-def may_join(graphs: Sequence[SavedGraph | None]) -> bool:
-    """Whether one backward of all ``graphs`` gives the bits of one of each. Not if a graph uses a
-    parameter twice: autograd then adds up its gradients in another order."""
-    for graph in graphs:
-        if graph is None or any(isinstance(root, torch.Tensor) for root in graph.roots):
-            return False
-        nodes = [root.node for root in graph.roots if isinstance(root, GradientEdge)]
-        seen = set()
-        for node in nodes:  # Which get longer meanwhile.
-            # To look through a large graph would take longer than to enter autograd once more.
-            if len(nodes) > 100 or (node in seen and not node.next_functions):
-                return False
-            if node not in seen:
-                seen.add(node)
-                nodes += [child for child, _ in node.next_functions if child is not None]
-    return True
-
 
 def _root(tensor: torch.Tensor) -> Root | None:
     if not tensor.requires_grad:
@@ -151,6 +120,14 @@ def _may_modify_inputs(layer: nn.Module) -> bool:
         or layer._forward_hooks
         or not type(layer).__module__.startswith("torch.nn.")
     )
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer always makes the same graph, but for shapes, with each of its parameters
+    once: torch's own without hooks, save where lengths or torch's settings choose operations."""
+    is_own = type(layer).__module__.startswith("torch.nn.modules.") and "forward" not in vars(layer)
+    varies = isinstance(layer, (nn.RNNBase, nn.MultiheadAttention))
+    return is_own and not (varies or layer._forward_pre_hooks or layer._forward_hooks)
 
 
 class Task:
@@ -184,6 +161,11 @@ class Task:
         self.layers = [layer for _, stage in self.stages for layer in stage.modules()]
         # If layers might overwrite their inputs, they get copies where inputs must not change.
         self.may_overwrite = any(map(_may_modify_inputs, self.layers))
+        # Whether every graph is the same, but for shapes, and uses each parameter once.
+        every = [p for stage in stages for _, p in stage.named_parameters(remove_duplicate=False)]
+        is_once = len(set(map(id, every))) == len(every)
+        is_dense = all(type(parameter) is nn.Parameter for parameter in every)
+        self.is_plain = is_once and is_dense and all(map(_is_plain, self.layers))
 
     def forward(
         self,
@@ -193,7 +175,7 @@ class Task:
         *,
         parameters: Parameters | None = None,
         preserve: bool = False,
-        alone: bool = False,
+        direct: bool = False,
     ) -> tuple[Activation, SavedGraph]:
         """Run the layers on microbatch ``m``; returns their outputs, and what a backward needs.
 
@@ -203,17 +185,17 @@ class Task:
             parameters: what a graph that begins at ``inputs`` accumulates into; its outputs are
                 detached. None: without a graph.
             preserve: whether ``inputs`` must keep their values.
-            alone: run in the caller's graph.
+            direct: run in the caller's graph.
         """
         tensors = inputs.tensors
-        if self.may_overwrite and (preserve or self._is_first) and not alone:
+        if self.may_overwrite and (preserve or self._is_first) and not direct:
             tensors = tuple([copy_of(tensor) for tensor in tensors])
         n = len(tensors) - len(inputs.skips)
         leaves: list[torch.Tensor | None] = []
         grads: list[torch.Tensor | None] = []
         carrying: AbstractContextManager[Any] = NOTHING
         has_graph = parameters is not None
-        with NOTHING if alone else torch.set_grad_enabled(has_graph):
+        with NOTHING if direct else torch.set_grad_enabled(has_graph):
             # The graph begins at leaves of its own; its backward leaves their gradients in `grads`.
             args = list(tensors)
             if parameters is not None:
@@ -235,7 +217,7 @@ class Task:
         # Skips leave with the outputs, detached: the next stage's graph does not lead to this one.
         sent = tuple([key for key in self.sent_skips if skips[key] is not None])
         outputs = (*outputs, *[skips[key] for key in sent])
-        if alone:
+        if direct:
             return Activation(outputs, (), structure), SavedGraph()
         roots = [_root(tensor) for tensor in outputs] if has_graph else [None] * len(outputs)
         graph = SavedGraph(
@@ -270,7 +252,7 @@ class Task:
         replaced = buffers_of_forward(self.layers, graph.buffers) if has_buffers else NOTHING
         with during(recomputing), replaced:
             _, recomputed = self.forward(inputs, seed, m, parameters=parameters, preserve=True)
-        nodes = recomputed.node_types()
+        nodes = self.nodes_of(recomputed)
         if nodes != graph.nodes:
             raise RuntimeError(
                 f"the recomputation of {self.name} made a graph of {len(nodes)} nodes "
@@ -280,23 +262,34 @@ class Task:
             )
         return recomputed
 
-    def backward(
-        self, graphs: Sequence[SavedGraph], grads: Sequence[Grads], keep_graph: bool
-    ) -> list[Grads]:
-        """Accumulate into the parameter copies; returns the gradients of each graph's inputs, given
-        those of its outputs. Autograd takes the latest forward first."""
-        rooted = []
-        for graph, output_grads in zip(graphs, grads, strict=True):
-            graph.grads[:] = [None] * len(graph.leaves)
-            pairs = zip(graph.roots, output_grads, strict=True)
-            rooted += [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
+    def nodes_of(self, graph: SavedGraph) -> list[type]:
+        """The classes of all nodes of ``graph``, in one order for equal graphs; none if all graphs
+        of the task are equal."""
+        if self.is_plain:
+            return []
+        stack = [root.node for root in reversed(graph.roots) if isinstance(root, GradientEdge)]
+        seen = set()
+        types: list[type] = []
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                types.append(type(node))
+                stack += [child for child, _ in node.next_functions if child is not None]
+        return types
+
+    def backward(self, graph: SavedGraph, grads: Grads, keep_graph: bool) -> Grads:
+        """Accumulate into the parameter copies; returns the gradients of the inputs, given those of
+        the outputs."""
+        graph.grads[:] = [None] * len(graph.leaves)
+        pairs = zip(graph.roots, grads, strict=True)
+        rooted = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
         try:
             if rooted:
                 run_backward(*zip(*rooted, strict=True), keep_graph=keep_graph)
-            return [tuple(graph.grads) for graph in graphs]
-        finally:  # Another backward may use the graphs of one that failed.
-            for graph in graphs:
-                graph.grads.clear()
+            return tuple(graph.grads)
+        finally:  # Another backward may use the graph of one that failed.
+            graph.grads.clear()
 
     def backward_of_inputs(
         self, graph: SavedGraph, grads: Grads, keep_graph: bool
@@ -314,7 +307,7 @@ class Task:
                 result = tuple(graph.grads)
                 graph.grads.clear()
                 return result, second_part
-        return self.backward([graph], [grads], keep_graph)[0], None
+        return self.backward(graph, grads, keep_graph), None
 
 
 def _spread(stage: nn.Sequential, value: Arguments) -> Any:

@@ -69,7 +69,7 @@ def test_recomputation_uses_the_buffers_of_the_forward(
 
 
 IN_PLACE = "to recompute stages, but parameters were modified in place"
-OTHER_LAYERS = "but layers, their modes, or which parameters they have, were changed"
+OTHER_LAYERS = "but layers, their modes, or which parameters they have or train, were changed"
 CHANGES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
     "a bias": (lambda module: module[2].bias.detach().mul_(2), IN_PLACE),
     "a frozen weight": (lambda module: module[3].weight.mul_(2), IN_PLACE),
