@@ -77,7 +77,8 @@ def load_pretrained(
         computed = _computed_buffers(model, device)
         if bits is None:
             formats: Mapping[ShardedLayer, Format] = _stored_formats(model, files, device)
-            check_formats(formats)
+            if formats:
+                check_formats(formats)
         else:
             formats = rounding(model, bits, group_size)
     show: Any = import_module("tqdm").tqdm if progress else iter
