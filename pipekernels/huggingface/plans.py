@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from pipekernels.huggingface.batching import init_continuous_batching
-from pipekernels.huggingface.derive import derived_plan
+from pipekernels.huggingface.derive.derivation import derived_plan
 from pipekernels.huggingface.generation import (
     generate,
     get_stopping_criteria,

@@ -1,4 +1,4 @@
-"""Derives a plan from a small copy of a model, with all layers.
+"""Derives a plan from a small copy of a model, with all layers: by :func:`derived_plan` only.
 
 Where the layers of a group have the same blocks of features in the same order
 (:mod:`~pipekernels.huggingface.derive.flow`), the blocks are divided among the ranks: layers that
@@ -80,23 +80,22 @@ def derive(model_class: type[nn.Module], config: Any, count_heads: CountHeads) -
 def _derive(flow: Flow, whole: SmallCopy, count_heads: CountHeads) -> Derivation:
     found = Derivation({}, {}, set(), {}, _described(whole.model))
 
-    def reason_against(kinds: dict[str, str], group: Group) -> str | None:
-        """Tries kinds of a group; adds them to ``found`` if they change nothing."""
+    def change_nothing(kinds: dict[str, str], group: Group) -> bool:
+        """Tries kinds of a group, and adds them to ``found`` if so."""
         # The heads of the model itself must be known.
         names = named(flow.model, kinds)
         heads = count_heads(flow.model, names)
         counts = {heads[name][1] if name in heads else 0 for name in names}
         if group.size > 1 and counts != {group.count}:
-            return f"it has blocks of {group.size} features, of which a rank might cut some"
-        per_head, reason = group.per_head(), None
+            return False  # A rank might cut a block.
+        per_head = group.per_head()
         for more, divided in product([{}, per_head] if per_head else [{}], group.attributes()):
-            reason = whole.difference(kinds | more, divided)
-            if reason is None:
+            if whole.is_kept_by(kinds | more, divided):
                 found.kinds.update(kinds | more)
                 found.divided.update(divided)
                 found.whole.update(kinds | more if group.size > 1 else ())
-                break
-        return reason
+                return True
+        return False
 
     # Equal layers of the copy, and of the model, have the same pattern, and one plan.
     for layers, group in {frozenset(group.layers): group for group in flow.groups()}.items():
@@ -105,16 +104,15 @@ def _derive(flow: Flow, whole: SmallCopy, count_heads: CountHeads) -> Derivation
             continue
         if any(found.kinds.get(name, kind) != kind for name, kind in kinds.items()):
             continue  # A layer may feed one group and be fed in another.
-        why = reason_against(kinds | group.norms(), group)
-        if why is not None:
-            shown = ", ".join(sorted(layers)), type(flow.model).__name__
-            _log.info("%s of %s are not in blocks to share: %s", *shown, why)
+        if not change_nothing(kinds | group.norms(), group):
+            name = type(flow.model).__name__
+            _log.info("%s of %s are not in blocks to share", ", ".join(sorted(layers)), name)
     # Other wide layers in stacks: every rank gets the whole output.
     wide = [name for name in flow.sources if min(features_of(flow.layers[name])) >= LEAST_FEATURES]
     called = {pattern_of(name) for name in wide if _is_only_called(flow.model, name)}
     left = [name for name in called if "*" in name and name not in found.kinds]
     gathered = dict.fromkeys(left, "column_gather_output")
-    found.gathered.update(gathered if whole.difference(gathered, {}) is None else {})
+    found.gathered.update(gathered if whole.is_kept_by(gathered, {}) else {})
     return found
 
 

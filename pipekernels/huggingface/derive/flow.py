@@ -226,11 +226,7 @@ class Group:
                         sizes.add(key)
         # All that count heads or none, with up to two that count features, fewest first.
         return [
-            {
-                pattern_of(n): own
-                for n, o in owners.items()
-                if (own := sorted(keys & vars(o).keys()))
-            }
+            {pattern_of(n): own for n, o in owners.items() if (own := sorted(keys & set(vars(o))))}
             for count in range(3)
             for some in combinations(sorted(sizes), count)
             for keys in ((heads | set(some), set(some)) if heads else (set(some),))

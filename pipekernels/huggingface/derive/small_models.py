@@ -155,10 +155,9 @@ def _new_model(model_class: Any, small: Any, dtype: torch.dtype) -> Any:
         for parameter in model.parameters():
             parameter += torch.randn_like(parameter) * 0.05
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif hasattr(module, "drop_prob"):
-            module.drop_prob = 0.0
+        rate = "p" if isinstance(module, nn.Dropout) else "drop_prob"
+        if hasattr(module, rate):
+            setattr(module, rate, 0.0)
     return model
 
 
