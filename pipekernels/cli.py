@@ -171,6 +171,8 @@ def _serve(arguments: list[str]) -> int:
         parser.error(f"{', '.join(missing)} missing; run pip install 'pipekernels[serving]'")
     if not (options.folder / "config.json").is_file():
         parser.error(f"{options.folder} has no config.json; give the folder of a downloaded model")
+    if not any(options.folder.glob("*token*")):
+        parser.error(f"{options.folder} has no tokenizer; save or copy the model's into it")
     if options.dtype != "auto" and not isinstance(getattr(torch, options.dtype, 0), torch.dtype):
         parser.error(f"--dtype must be auto or a dtype of torch, got {options.dtype!r}")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET

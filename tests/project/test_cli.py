@@ -54,3 +54,24 @@ def test_no_command_an_unknown_one_and_the_version(capsys: pytest.CaptureFixture
         cli.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"pipekernels {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        ("", [], "has no config.json; give the folder of a downloaded model"),
+        ("config.json", [], "has no tokenizer; save or copy the model's into it"),
+        ("config.json tokenizer.json", ["--dtype=fp16"], "a dtype of torch, got 'fp16'"),
+        ("config.json tokenizer.json", ["--port=70000"], "cannot listen on 127.0.0.1, port 70000"),
+        ("config.json tokenizer.json", ["--host=192.0.2.1"], "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_serve_says_what_is_missing_before_ranks_start(
+    files: str, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fastapi")
+    for name in files.split():
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(SystemExit):
+        cli.main(["serve", str(tmp_path), *options])
+    assert message in capsys.readouterr().err
