@@ -1,9 +1,9 @@
 """Pipeline and tensor parallelism for PyTorch, on CPUs and CUDA GPUs, with its own kernels."""
 
-import pipekernels.huggingface  # noqa: F401 (It registers its plan providers.)
 from pipekernels import balance, batchnorm, ops, skip
 from pipekernels._version import __version__
 from pipekernels.comm import CollectiveBarrier, Communicator, PeerError
+from pipekernels.huggingface import load_pretrained  # Which registers its plan providers.
 from pipekernels.pipeline import (
     NoChunk,
     Pipe,
@@ -27,7 +27,6 @@ from pipekernels.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     full_state_dict,
-    load_pretrained,
     plan_for,
     tensor_parallelize,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,8 @@ from torch import nn
 from pipekernels._arguments import check_kind, integer, whole
 from pipekernels._torch_private import BatchNormBase
 from pipekernels.pipeline.context import is_recomputing
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class DeferredBatchNorm(BatchNormBase):
@@ -89,7 +91,7 @@ class DeferredBatchNorm(BatchNormBase):
         self.discard()
 
     @classmethod
-    def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
+    def convert_deferred_batch_norm(cls, module: Model, chunks: int = 1) -> Model:
         """:func:`convert_deferred_batch_norm`, under the name of fairscale and torchgpipe."""
         return convert_deferred_batch_norm(module, chunks)
 
@@ -111,7 +113,7 @@ def committed(modules: Sequence[nn.Module]) -> Iterator[None]:
             norm.discard()
 
 
-def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
+def convert_deferred_batch_norm(module: Model, chunks: int = 1) -> Model:
     """Make every ``nn.BatchNorm1d/2d/3d`` in ``module`` that tracks statistics, but none of a
     subclass, a :class:`DeferredBatchNorm`, or give it the new number of chunks.
 
