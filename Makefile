@@ -217,7 +217,7 @@ bench-host: $(TESTS) peers
 	$(BIN)/python -m bench collectives torch_distributed steps decode tensor_parallel
 	tar -czf $$OUT.tar.gz -C build bench-host
 
-lint: $(LINT)
+lint: $(TESTS) $(LINT)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror

@@ -2,6 +2,7 @@
 
 import random
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_a_call_waits_for_no_peer(rank: int) -> None:
 @in_group(3)
 def test_calls_of_all_kinds_keep_their_order(rank: int) -> None:
     generator, op = random.Random(3), dist.ReduceOp
-    x, total, works, value = torch.full((SMALL,), rank + 1), torch.zeros(LARGE), [], 0
+    x, total, works, value = torch.full((SMALL,), rank + 1), torch.zeros(LARGE), list[Any](), 0
     for _ in range(100):
         if (kind := generator.randrange(6)) == 0 or len(works) > 20:
             dist.barrier()

@@ -48,7 +48,7 @@ def random_calls_that_differ(rank: int, cases: int) -> None:
 
 
 def random_calls(rank: int, seeds: range) -> None:
-    ours = dist.group.WORLD
+    ours: Any = dist.group.WORLD
     assert dist.get_backend() in ("pipekernels", "cpu:pipekernels") and ours.name() == "pipekernels"
     ours._gloo = ours._gloo_backend = None  # No call may be delegated to Gloo.
     for seed in seeds:
@@ -78,7 +78,8 @@ def test_input_and_output_may_share_memory(rank: int) -> None:
 
 @in_group(3)
 def test_scalars_and_coalesced_tensors(rank: int) -> None:
-    dist.group.WORLD._gloo = dist.group.WORLD._gloo_backend = None
+    group: Any = dist.group.WORLD
+    group._gloo = group._gloo_backend = None
     tensors = [torch.full((n,), float(rank)) for n in (1, 5)]
     work = dist.all_reduce_coalesced(tensors, async_op=True)
     dist.barrier()
@@ -177,7 +178,7 @@ def test_ranks_that_torchrun_restarts_join_again(tmp_path: Path) -> None:
     script.write_text(RESTARTED)
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    torchrun = ["-m", "torch.distributed.run", *options, script, tmp_path]
+    torchrun: list[str | Path] = ["-m", "torch.distributed.run", *options, script, tmp_path]
     python(*torchrun, env=environment)
     assert [(tmp_path / str(attempt)).read_text() for attempt in range(2)] == ["11.0 11.0"] * 2
 

@@ -28,10 +28,14 @@ def test_a_call_that_is_refused_for_one_tensor_has_started_none(rank: int) -> No
     group, x, whole = dist.group.WORLD, torch.ones(2), torch.ones(4)
     wrong = torch.ones(3)
     options = dist.AllreduceCoalescedOptions()
-    options.reduceOp = dist.ReduceOp.MAX
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     gathered = torch.zeros(4)
     for call, error, says in (
-        (lambda: group.allreduce_coalesced([x, x.cfloat()], options), TypeError, "no reduction"),
+        (
+            lambda: group.allreduce_coalesced([x, x + 0j], options),
+            TypeError,
+            "no reduction",
+        ),
         (lambda: dist.all_reduce_coalesced([x.to("meta"), x]), ValueError, "a call for each dev"),
         (lambda: dist.all_reduce_coalesced([x, x[:1].expand(2)]), ValueError, "several elements"),
         (

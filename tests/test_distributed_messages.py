@@ -4,7 +4,7 @@ import datetime
 import os
 import signal
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_messages_that_differ_in_size(rank: int) -> None:
 
 @in_group(2)
 def test_works_of_messages(rank: int) -> None:
-    group, peer = dist.group.WORLD, 1 - rank
+    group, peer = cast(Any, dist.group.WORLD), 1 - rank
     x, got = torch.full((LARGE,), float(rank)), torch.zeros(2, LARGE).t()
     # In both directions at once, and nobody waits while they arrive.
     works = [dist.isend(x, peer), dist.irecv(got[:, 0], peer)]

@@ -137,7 +137,7 @@ def test_other_groups_come_and_go(rank: int, tmp_path: Path) -> None:
     store = f"file://{tmp_path}/other"
     dist.init_process_group(MIXED, init_method=store, rank=rank, world_size=3)
     x = torch.empty(3, device="meta")
-    unsorted = {"sort_ranks": False} if "sort_ranks" in SIGNATURE.parameters else {}
+    unsorted: Any = {"sort_ranks": False} if "sort_ranks" in SIGNATURE.parameters else {}
     order = [2, 0] if unsorted else [0, 2]
     group = dist.new_group(order, **unsorted)
     if rank in order:

@@ -1,7 +1,6 @@
 """Arguments of wrong types and values are refused by name, not by what they break."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,40 +36,46 @@ def on(device: Any) -> Pipe:
     return Pipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=[device])
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # By a TypeError.
-    "out": (lambda: comm().all_gather(X, out=[1]), "out must be a tensor or None"),
-    "like": (lambda: comm().output((1,), 3), "works on tensors, got int"),
+REFUSED: dict[str, tuple[Any, str]] = {  # By a TypeError.
+    "out": (lambda: comm().all_gather(X, out=cast(Any, [1])), "out must be a tensor or None"),
+    "like": (lambda: comm().output((1,), cast(Any, 3)), "works on tensors, got int"),
     "model": (lambda: tensor_parallelize(None, {}, comm()), "model must be an nn.Mod"),
     "plan": (lambda: tensor_parallelize(LAYERS, None, comm()), "plan must be a mapping"),
     "key of plan": (
-        lambda: tensor_parallelize(LAYERS, {0: "column"}, comm()),
+        lambda: tensor_parallelize(LAYERS, cast(Any, {0: "column"}), comm()),
         "a key of plan must be a pattern",
     ),
     "comm": (
-        lambda: tensor_parallelize(LAYERS, {"0": "column"}, 2),
+        lambda: tensor_parallelize(LAYERS, {"0": "column"}, cast(Any, 2)),
         "comm must be a pipekernels.Communicator, got int",
     ),
     "planned model": (lambda: plan_for(None, 2), "model must be an nn.Module"),
     "sharded model": (lambda: tensor_unparallelize(None), "must be an nn.Module"),
     "state": (lambda: full_state_dict(None), "must be an nn.Module"),
     "loaded model": (lambda: load_pretrained(None, "."), "model must be an nn.Module"),
-    "folder": (lambda: load_pretrained(LAYERS, 3), "folder must be a path"),
+    "folder": (lambda: load_pretrained(LAYERS, cast(Any, 3)), "folder must be a path"),
     "store": (
-        lambda: Communicator.from_store("tcp", 0, 1),
+        lambda: Communicator.from_store(cast(Any, "tcp"), 0, 1),
         "store must be a torch.distributed.Store, got str",
     ),
-    "rank": (lambda: Communicator.from_store(dist.HashStore(), "0", 1), "rank must be an int"),
-    "norms": (lambda: convert_deferred_batch_norm([]), "module must be an nn.Module"),
+    "rank": (
+        lambda: Communicator.from_store(dist.HashStore(), cast(Any, "0"), 1),
+        "rank must be an int",
+    ),
+    "norms": (lambda: convert_deferred_batch_norm(cast(Any, [])), "module must be an nn.Module"),
     "maker": (Communicator, r"is made by Communicator.from_process_group\(\)"),
     "skips": (lambda: skip.verify_skippables(None), "module must be an nn.Sequential"),
-    "mapped model": (lambda: parallelize_pipeline(len, {}), "model must be an nn.Module, got buil"),
+    "mapped model": (
+        lambda: parallelize_pipeline(cast(Any, len), {}),
+        "model must be an nn.Module, got buil",
+    ),
     "map": (lambda: parallelize_pipeline(LAYERS, None), "module_to_device must be a mapping"),
     "placed model": (lambda: unparallelize_pipeline(None), "model must be an nn.Module"),
 }
-OTHERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+OTHERS: dict[str, tuple[Any, type[Exception], str]] = {
     "world size": (lambda: plan_for(LAYERS, 0, {}), ValueError, "world_size is 0"),
     "word for a plan": (
-        lambda: tensor_parallelize(LAYERS, "all", comm()),
+        lambda: tensor_parallelize(LAYERS, cast(Any, "all"), comm()),
         ValueError,
         "must be a mapping or 'auto', got 'all'",
     ),

@@ -143,7 +143,7 @@ def test_programs_run_and_their_tables_are_made(name: str) -> None:
     rows = [row for found in measured for row in found]
     assert rows and not any("error" in row or row.get("wrong") for row in rows)
     machine = {"gpu": "Some GPU", "cpu": "Some CPU", "cores": 16, "torch": "2.11.0"}
-    record = {"name": name, "date": "today", "commit": "0", "machine": machine}
+    record: dict[str, Any] = {"name": name, "date": "today", "commit": "0", "machine": machine}
     record |= {"conditions": registry.find(name).CONDITIONS, "rows": rows}
     page = pages.render([json.loads(json.dumps(record))])
     assert "|" in page and "Failed" not in page

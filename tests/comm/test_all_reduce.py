@@ -4,6 +4,7 @@ import functools
 import itertools
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,7 +211,7 @@ def test_tensors_without_plain_memory_are_refused() -> None:
         for tensor in tensors_without_memory():
             assert_raises(ValueError, no_memory, call, tensor)
     quantized = torch.quantize_per_tensor(x, 0.5, 0, torch.qint8)
-    operations = [ops.all_reduce, ops.all_gather, ops.broadcast, ops.reduce_scatter]
+    operations: list[Any] = [ops.all_reduce, ops.all_gather, ops.broadcast, ops.reduce_scatter]
     operations = [functools.partial(operation, comm=comm) for operation in operations]
     for move in (comm.all_gather, comm.broadcast, *operations[:3]):
         assert_raises(ValueError, r"torch.qint8; pass .* tensor.dequantize\(\)", move, quantized)

@@ -158,7 +158,7 @@ def refusal(problem: Exception) -> Callable[..., int]:
 def test_a_join_that_fails_on_one_rank_fails_on_all(comm: Communicator) -> None:
     for problem in (OSError("no more descriptors"), OverflowError("a bug")):
         if comm.rank == 1:
-            _backend.load().open_pidfd = refusal(problem)
+            vars(_backend.load())["open_pidfd"] = refusal(problem)
         what = f"{type(problem).__name__}: {problem}"
         assert fail_to_join() == f"the ranks cannot be joined: rank 1: {what}"
 
@@ -261,8 +261,8 @@ def test_empty(device: torch.device) -> None:
     assert_raises(RuntimeError, "no room for .* bytes of symmetric memory", empty, 1 << 40)
     for sizes in ((1 << 62,), (1 << 62, 2), (1 << 32, (1 << 32) + 1)):  # Overflow 64 bits.
         assert_raises(RuntimeError, "no room for", comm.empty, sizes)
-    for sizes in ((1 << 62, 4, 0), (0, 1 << 62, 4)):
-        assert_raises(RuntimeError, "overflow", comm.empty, sizes)
+    for shape in ((1 << 62, 4, 0), (0, 1 << 62, 4)):
+        assert_raises(RuntimeError, "overflow", comm.empty, shape)
 
 
 @on_ranks(3, run_threads, run_processes)

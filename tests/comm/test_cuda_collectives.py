@@ -5,7 +5,7 @@ import os
 import random
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipekernels import Communicator, _backend, ops
 from pipekernels.comm import cuda
+from pipekernels.comm.process_group import ProcessGroupBackend
 
 on_gpu = pytest.mark.parametrize(
     "device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True
@@ -68,7 +69,8 @@ def test_where_symmetric_memory_is_full_an_error_says_what_to_do(
 ) -> None:
     monkeypatch.setenv("PIPEKERNELS_SYMMETRIC_BYTES", "4096")
     pretend_native(monkeypatch)
-    backend = cuda.CudaBackend(SimpleNamespace(core=None), torch.device("cuda:3"))
+    nothing: Any = SimpleNamespace(core=None)
+    backend = cuda.CudaBackend(nothing, torch.device("cuda:3"))
     monkeypatch.setattr(backend, "_allocate", lambda *_: None)
     with pytest.raises(RuntimeError) as raised:
         backend.empty(torch.Size((3, 1024)), torch.bfloat16)
@@ -109,12 +111,13 @@ def test_nccl_takes_over_where_links_are_broken_or_slow(
     made = pretend_native(monkeypatch, broken, has_slow_links=True)
     monkeypatch.setattr(cuda, "backends_of", lambda group: {"cuda": backend})
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
-    own, group = partial(cuda.CudaBackend, SimpleNamespace(core=None), blocks=5), object()
+    nothing: Any = SimpleNamespace(core=None)
+    own, group = partial(cuda.CudaBackend, nothing, blocks=5), cast(Any, object())
     for given in (group, None):
         make = partial(cuda.over_links, own, given, torch.device("cuda:0"), None)
         if given is group and backend == "nccl":
             taken = make()
-            assert isinstance(taken, cuda.ProcessGroupBackend) and taken._group is group
+            assert isinstance(taken, ProcessGroupBackend) and taken._group is group
             taken.device = torch.device("cpu")
             assert taken.empty(torch.Size((2,)), torch.int64).shape == (2,)  # On one host.
             assert made[:2] == [(0, 5), "closed"]

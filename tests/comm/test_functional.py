@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,16 +52,16 @@ def test_values_equal_the_oracle(world_size: int, dtype: torch.dtype, device: to
 
 # Each case: the operation on one rank, and a reference for all ranks at once. Autograd of the
 # reference gives the expected gradients of the sum of all ranks' losses.
-SUMMED_LOSS = {
+SUMMED_LOSS: dict[str, tuple[Any, Any]] = {
     "all_reduce": (ops.all_reduce, lambda xs: [sum(xs)] * len(xs)),
     "all_reduce avg": (
         lambda x, comm: ops.all_reduce(x, comm, "avg"),
         lambda xs: [sum(xs) / len(xs)] * len(xs),
     ),
-    "reduce_scatter": (ops.reduce_scatter, lambda xs: list(sum(xs).chunk(len(xs)))),
+    "reduce_scatter": (ops.reduce_scatter, lambda xs: [*torch.stack(xs).sum(0).chunk(len(xs))]),
     "reduce_scatter avg": (
         lambda x, comm: ops.reduce_scatter(x, comm, "avg"),
-        lambda xs: list((sum(xs) / len(xs)).chunk(len(xs))),
+        lambda xs: [*torch.stack(xs).mean(0).chunk(len(xs))],
     ),
     "all_gather": (ops.all_gather, lambda xs: [torch.cat(xs)] * len(xs)),
     "broadcast": (

@@ -87,7 +87,8 @@ def test_parent_and_children_are_independent(run: Callable[..., Any], device: to
 
 @on_ranks(2, run_threads)
 def test_bad_arguments(comm: Communicator) -> None:
-    for color, key, name in [("a", None, "color"), (0.5, None, "color"), (0, 1.5, "key")]:
+    wrong: list[Any] = [("a", None, "color"), (0.5, None, "color"), (0, 1.5, "key")]
+    for color, key, name in wrong:
         with pytest.raises(TypeError, match=f"{name} must be an int or None, got"):
             comm.split(color, key)
     with pytest.raises(ValueError, match="different collectives: .*all_gather.*barrier"):

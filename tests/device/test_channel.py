@@ -87,14 +87,14 @@ def test_the_garbage_collector_may_settle_an_edge_during_a_copy() -> None:
 
     class Settled(RecordedChannel):
         def send(self, *args: Any) -> bool:
-            channel.settle(blocking=False)
+            edge.settle(blocking=False)
             return super().send(*args)
 
     with machine() as made:
-        channel = Channel(GPU, OTHER)
-        channel._native.__class__ = Settled
-        copies, _ = channel.send([on(GPU)])
-        assert len(channel._sources) == len(channel._received) == len(copies) == 1
+        edge = Channel(GPU, OTHER)
+        edge._native.__class__ = Settled
+        copies, _ = edge.send([on(GPU)])
+        assert len(edge._sources) == len(edge._received) == len(copies) == 1
         gc.collect()
         made.poll()
 

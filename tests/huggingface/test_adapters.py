@@ -159,7 +159,7 @@ def test_adapters_that_come_after_sharding(
 
 # Of LoRA, around layers of every kind: how many layers are sharded in a model whose head is tied to
 # its embedding, and in one where it is not; 0 if the model is refused.
-WRAPPED = {
+WRAPPED: dict[str, tuple[Any, ...]] = {
     "plain": ({}, 20, 20),
     "biases": ({"lora_bias": True, "bias": "all"}, 20, 20),
     "head": ({"target_modules": ["lm_head"]}, 17, 17),

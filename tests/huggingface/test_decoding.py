@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from support.levels import in_gate
-from support.models import DECODERS, ENCODERS, GROUPED, model_of, run_sharded, tokens
+from support.models import DECODERS, ENCODERS, GROUPED, config_of, model_of, run_sharded, tokens
 from support.ranks import run_processes
 from support.reference import gamma
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_eager_model(name: str, counter: CompileCounter)
 
 
 def test_layers_share_a_program_that_serves_texts_of_all_lengths(counter: CompileCounter) -> None:
-    model = compile_decoding(model_of("Llama").eval(), max_length=64)
+    model: Any = compile_decoding(model_of("Llama").eval(), max_length=64)
     assert len(model.model.layers) == 2
     for length in 5, 3, 20:
         model.generate(tokens(2, length), **GREEDY)
@@ -173,7 +173,7 @@ def test_sharded_layers(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("int8", [False, True])
 def test_sharded_experts(int8: bool, counter: CompileCounter) -> None:
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(**GROUPED, num_local_experts=5)
+    config = config_of("Mixtral", **GROUPED, num_local_experts=5)
     plain = transformers.AutoModelForCausalLM.from_config(config).eval()
 
     def body(model: Any, comm: Communicator) -> None:

@@ -108,8 +108,8 @@ def test_a_large_model_gets_the_plan_of_its_small_copy() -> None:
     rows = {(layer.name, layer.kind, layer.count) for layer in plan.layers}
     assert ("model.encoder.layers.*.self_attn.q_proj", "column", 3) in rows
     assert ("model.decoder.layers.*.encoder_attn.out_proj", "row", 3) in rows
-    rows = plan_for(transformers.BartForConditionalGeneration(config), 4).layers
-    kinds = {layer.name: (layer.kind, layer.shard) for layer in rows}
+    layers = plan_for(transformers.BartForConditionalGeneration(config), 4).layers
+    kinds = {layer.name: (layer.kind, layer.shard) for layer in layers}
     assert kinds["model.encoder.layers.*.self_attn.q_proj"] == ("column/6/6", (2 * 16, 96))
     with pytest.raises(ValueError, match="has 6 heads .*which 7 ranks"):
         plan_for(transformers.BartForConditionalGeneration(config), 7)
@@ -117,7 +117,9 @@ def test_a_large_model_gets_the_plan_of_its_small_copy() -> None:
 
 @pytest.mark.full
 def test_the_callers_state_does_not_matter_and_stays() -> None:
-    class Other(transformers.BertForMaskedLM):  # Not known yet.
+    Bert: Any = transformers.BertForMaskedLM
+
+    class Other(Bert):  # Not known yet.
         pass
 
     torch.manual_seed(3)
@@ -131,7 +133,9 @@ def test_the_callers_state_does_not_matter_and_stays() -> None:
 
 
 def test_models_that_have_no_small_form_have_no_plan() -> None:
-    class Broken(transformers.BertModel):
+    Bert: Any = transformers.BertModel
+
+    class Broken(Bert):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("never")
 

@@ -17,7 +17,7 @@ from pipekernels import Communicator, tensor_parallelize
 from pipekernels.tensor_parallel import tensor_unparallelize
 
 pytestmark = pytest.mark.slow
-COUNT = {"max_new_tokens": 16, "min_new_tokens": 16}
+COUNT: dict[str, Any] = {"max_new_tokens": 16, "min_new_tokens": 16}
 # transformers' batches of the others have no torch attention, or are wrong in one process too.
 BATCHED = [name for name in DECODERS if name not in ("Gemma 2", "Bloom")]
 

@@ -45,11 +45,15 @@ WHEN = (
 )
 
 
-class InventedConfig(transformers.PretrainedConfig):
+Configuration: Any = transformers.PretrainedConfig
+PreTrained: Any = transformers.PreTrainedModel
+
+
+class InventedConfig(Configuration):
     model_type = "invented"
 
     def __init__(self, **fields: Any) -> None:
-        defaults = {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2}
+        defaults: Any = {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2}
         defaults |= {"num_attention_heads": 4, "vocab_size": 61, "when": "never", "where": "mlp"}
         defaults |= {"odd": "softmax", "plain": "tanh", "number": 2, "gated": False, "views": True}
         defaults |= {"experts": 0}
@@ -146,7 +150,7 @@ class Layer(nn.Module):
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         is_last = index == config.num_hidden_layers - 1
-        kind = OddMlp if config.when == "kind" and config.where == "mlp" and is_last else Mlp
+        kind: Any = OddMlp if config.when == "kind" and config.where == "mlp" and is_last else Mlp
         kind = Mixture if config.experts else kind
         self.attention, self.mlp = Attention(config, index), kind(config, index)
 
@@ -155,7 +159,7 @@ class Layer(nn.Module):
         return x + self.mlp(x)
 
 
-class Invented(transformers.PreTrainedModel):
+class Invented(PreTrained):
     config_class, main_input_name = InventedConfig, "input_ids"
 
     def __init__(self, config: Any) -> None:

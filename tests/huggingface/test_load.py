@@ -101,7 +101,7 @@ def test_each_rank_reads_its_slices_only(tmp_path: Path, monkeypatch: pytest.Mon
         load_pretrained(model, tmp_path)
         held = sum(parameter.nbytes for parameter in model.parameters())
         assert read[get_ident()] == held < 0.3 * sum(p.nbytes for p in plain.parameters())
-        own = model.get_submodule("model.layers.0.mlp.down_proj")
+        own: Any = model.get_submodule("model.layers.0.mlp.down_proj")
         assert torch.equal(
             own.weight, own.shard("weight", plain.state_dict()[f"{own.name}.weight"])
         )
@@ -283,7 +283,8 @@ def test_files_are_those_of_from_pretrained(tmp_path: Path) -> None:
         check()
 
 
-REFUSED = {  # Contents of files, where True is a file of safetensors; what the error says.
+# Contents of files, where True is a file of safetensors; what the error says.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({}, "but no weights"),
     "pickles": ({"pytorch_model.bin": ""}, "alone, but \\['pytorch_model.bin'\\]; load the model"),
     "distributed": ({SINGLE: True, SHARD: True}, f"alone, but \\['{SHARD}'\\]; load"),

@@ -73,7 +73,7 @@ def test_families_are_sharded_right_or_refused(part: int) -> None:
     names = families.names()[date.today().toordinal() % 8 :: 8][part::2]
     found = [families.look_at(name) for name in names]
     assert not [finding for finding in found if finding.state in ("differs", "fails")]
-    if families.transformers.__version__ in families.PAGE.read_text():
+    if transformers.__version__ in families.PAGE.read_text():
         listed = families.on_page(families.PAGE.read_text())
         equal = {each.family for each in listed if each.state == "equal"}
         now = {

@@ -139,7 +139,7 @@ def write(folder: Path, family: str, config: dict[str, Any]) -> tuple[Any, dict[
             wide = scale.repeat_interleave(48, 0)[:n].repeat_interleave(40, 1)[:, :k]
             floats[key] = state[key].float() * wide
         else:
-            own = Integers(tuple(value.shape), config)
+            own = Integers((value.shape[0], value.shape[1]), config)
             if config["quant_method"] == "compressed-tensors":
                 own.scale = own.scale.bfloat16()
             floats[key] = own.floats()

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,7 +26,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 LIMIT = 0.2  # Of the norm of gradients.
 
 
-class ShardedTrainer(TrainerMixin, transformers.Trainer):
+Trainer: Any = transformers.Trainer
+
+
+class ShardedTrainer(TrainerMixin, Trainer):
     pass
 
 
@@ -132,7 +135,7 @@ def train_with_accelerate(comm: Communicator, folder: str) -> list[Any]:
     model = build("whole")
     if comm.world_size > 1:
         adapt_accelerator(accelerator, tensor_parallelize(model, "auto", comm))
-    loader = DataLoader(tokens(11, 9), batch_size=2)
+    loader: Any = DataLoader(cast(Any, tokens(11, 9)), batch_size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     found: list[Any] = []

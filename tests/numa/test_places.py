@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,13 +67,13 @@ def all_cpus(*, sockets: int, nodes: int, cores: int, smt: int) -> range:
     return range(sockets * nodes * cores * smt)
 
 
-def topology_of(root: Path, shape: dict[str, int], **files: str) -> Topology:
+def topology_of(root: Path, shape: dict[str, Any], **files: str) -> Topology:
     """That of a made-up host whose CPUs may all be used."""
     return read_topology(host(root, **shape, files=files), all_cpus(**shape))
 
 
 def found(
-    root: Path, shape: dict[str, int], ranks: int, allowed: Collection[int] | None = None
+    root: Path, shape: dict[str, Any], ranks: int, allowed: Collection[int] | None = None
 ) -> Found:
     topology = read_topology(host(root, **shape), allowed or all_cpus(**shape))
     return [

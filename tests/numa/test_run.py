@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.programs import python
@@ -47,7 +48,7 @@ def test_ranks_are_bound_to_cores_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_module_runs_with_the_threads_that_the_user_asks_for(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    environment = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "7"}
+    environment: Any = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "7"}
     done = start("--nproc-per-node=1", "--module", "program", **environment)
     assert json.loads(done.stdout)[3] == "7"
 

@@ -234,7 +234,7 @@ def test_gradients_of_casts_have_the_inputs_dtype(mixed: bool, device: torch.dev
     weights = [torch.randn_like(whole[t], requires_grad=True) for t in (0, 2, 3)]
 
     def gradients(values: Sequence[Tensor]) -> Sequence[Tensor]:
-        loss = sum((w * value).sum().abs() for value, w in zip(values, weights, strict=True))
+        loss: Any = sum((w * value).sum().abs() for value, w in zip(values, weights, strict=True))
         return torch.autograd.grad(loss, (x, y, z), create_graph=True)
 
     grads = gradients([whole[t] for t in (0, 2, 3)])
@@ -267,7 +267,9 @@ def test_registration(needs_grad: bool, dtype: torch.dtype | None, device: torch
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_modes_and_the_profiler_see_the_operations(needs_grad: bool) -> None:
     class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(func.name())
             return func(*args, **(kwargs or {}))
 

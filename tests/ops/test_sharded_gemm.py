@@ -169,7 +169,7 @@ def test_any_number_of_dimensions_and_autocast(device: torch.device) -> None:
 def test_errors_state_value_limit_and_remedy() -> None:
     x, weight = torch.ones(3, 4), torch.ones(5, 4)
     x8, weight8 = x.to(FLOAT8), weight.to(FLOAT8)
-    for error, message, args, options in [
+    cases: list[tuple[type[Exception], str, Any, Any]] = [
         (TypeError, "must be a tensor, got list", ([1.0], weight), {}),
         (TypeError, "got float", (x, weight), {"bias": 0.0}),
         (ValueError, r"must agree, got \(3, 4\), \(4, 5\)", (x, weight.t()), {}),
@@ -182,7 +182,8 @@ def test_errors_state_value_limit_and_remedy() -> None:
         (TypeError, "belong to torch.float8_e4m3fn", (x, weight), {"scale_x": x[0]}),
         (ValueError, "1 or 3 elements", (x8, weight8), {"scale_x": torch.ones(2)}),
         (TypeError, "out_dtype must be bfloat16", (x8, weight8), {"out_dtype": torch.int32}),
-    ]:
+    ]
+    for error, message, args, options in cases:
         assert_raises(error, message, sharded_gemm, *args, **options)
 
 

@@ -47,9 +47,9 @@ def test_the_product_is_linear(shape: tuple[int, ...], biased: bool, dtype: torc
     assert torch.equal(torch.ops.pipekernels.linear(x, weight, *operands), y)
     transposed = weight.t().contiguous().t()
     z = torch.ops.pipekernels.linear(x, transposed, *operands)
-    wide = [t.double() for t in (x, weight, bias)]
-    exact = functional.linear(*wide[:2], wide[2] if biased else None)
-    absolute = functional.linear(*[t.abs() for t in wide])
+    a, b, c = (t.double() for t in (x, weight, bias))
+    exact = functional.linear(a, b, c if biased else None)
+    absolute = functional.linear(a.abs(), b.abs(), c.abs())
     for found in (y, z):
         assert_close(found, exact, absolute, shape[-1] + 1)
 
@@ -66,8 +66,8 @@ def test_slabs_have_the_same_bits_in_one_call_or_in_several(
     exact = functional.linear(x.double(), weight.double())
 
     def partial(begin: int, end: int, slabs: int) -> Tensor:
-        operands = (t[:, begin:end].contiguous() for t in (x, weight))
-        return partial_product(*operands, slabs)
+        a, b = (t[:, begin:end].contiguous() for t in (x, weight))
+        return partial_product(a, b, slabs)
 
     def tree(begin: int, end: int, slabs: int, calls: int) -> Tensor:
         if calls == 1:

@@ -54,7 +54,7 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     "column": ColumnParallelLinear,
     "column_gather_output": partial(ColumnParallelLinear, gather_output=True),
 }
-FUNCTIONS: dict[str, Callable[[Communicator], Function]] = {
+FUNCTIONS: dict[str, Any] = {
     "micro batches": lambda comm: by_micro_batches,
     "split": lambda comm: lambda x: split_micro_batches(x, 1)[0],
     **{

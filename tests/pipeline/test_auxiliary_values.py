@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from support.function_layer import FunctionLayer
-from support.pipes import Pipe, pipe_of
+from support.pipes import pipe_of
 from torch import nn
 from torch.nn import functional
 
-from pipekernels import NoChunk
+from pipekernels import NoChunk, Pipe
 
 ROWS, CHUNKS = 7, 3  # Microbatches of 3, 2 and 2 rows.
 WEIGHTS = [3 / 7, 2 / 7, 2 / 7]
@@ -58,7 +58,7 @@ def test_a_loss_of_an_attribute_is_refused(tasks: str, mode: str, stage: int) ->
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("stage", [0, 2])
-def test_an_attribute_in_a_step_is_refused(tasks: str, schedule: str, stage: int) -> None:
+def test_an_attribute_in_a_step_is_refused(tasks: str, schedule: Any, stage: int) -> None:
     pipe = make(Leaves)
 
     def loss(output: torch.Tensor, _: Any) -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_scalars_of_integers_and_extras_without_a_tensor_are_refused() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_extras_of_a_loss(reduction: str, schedule: str) -> None:
+def test_extras_of_a_loss(reduction: str, schedule: Any) -> None:
     def loss(output: torch.Tensor, target: torch.Tensor) -> Any:
         per_row = (output - target).square().mean(1)
         value = getattr(per_row, reduction)()

@@ -1,12 +1,14 @@
 """Deferred batch normalisation: one update of the statistics per mini-batch, from all its rows."""
 
 import copy
+from typing import Any, cast
 
 import pytest
 import torch
-from support.pipes import Pipe, on_cpus
+from support.pipes import on_cpus
 from torch import nn
 
+from pipekernels import Pipe
 from pipekernels.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 
 
@@ -33,7 +35,7 @@ def test_conversion_keeps_parameters_and_keys_and_refuses_bad_chunks() -> None:
         convert_deferred_batch_norm(module, 0)
     plain = nn.Sequential(nn.BatchNorm1d(2))
     weight = plain[0].weight
-    assert DeferredBatchNorm.convert_deferred_batch_norm(plain, 4.0) is plain
+    assert DeferredBatchNorm.convert_deferred_batch_norm(plain, cast(Any, 4.0)) is plain
     assert isinstance(plain[0], DeferredBatchNorm) and plain[0].weight is weight
     with pytest.raises(ValueError, match="at least 2"):
         DeferredBatchNorm(3)(torch.zeros(3))

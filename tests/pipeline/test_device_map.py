@@ -47,7 +47,7 @@ class Head(nn.Module):
         self.out = nn.Linear(4, 3)
         self.register_buffer("scale", torch.tensor(2.0))
 
-    def forward(self, inputs: dict, *, bias: torch.Tensor | None) -> dict[str, Any]:
+    def forward(self, inputs: dict[str, Any], *, bias: torch.Tensor | None) -> dict[str, Any]:
         logits = self.out(inputs["hidden"] + inputs["x"]) * self.scale
         return {"logits": logits if bias is None else logits + bias, "name": "head"}
 
@@ -150,7 +150,7 @@ def test_compiles_as_one_graph() -> None:
 
 
 def test_unparallelizing_restores_everything() -> None:
-    model = Model()
+    model: Any = Model()
     model.head.forward = model.head.forward  # The user's own overrides.
     model.head.register_forward_hook(lambda *args: None)
     attributes = [snapshot(module) for module in model.modules()]
@@ -162,7 +162,7 @@ def test_unparallelizing_restores_everything() -> None:
     assert unparallelize_pipeline(model) is model
 
     assert [snapshot(module) for module in model.modules()] == attributes
-    assert "forward" not in vars(model) and model.forward.__func__ is Model.forward
+    assert "forward" not in vars(model) and model.forward == Model.forward.__get__(model)
     assert torch.equal(model(x)["logits"], expected)
 
 
@@ -204,7 +204,7 @@ def test_parallelizing_twice(again: Callable[[nn.Module], Any]) -> None:
 
 
 def test_modules_may_be_parallelized_one_by_one_from_outside_to_inside() -> None:
-    model = parallelize_module(Model(), "cpu")
+    model: Any = parallelize_module(Model(), "cpu")
     parallelize_module(model.head, "cpu", "meta")
     assert model.head.out.weight.device == CPU
     assert hooked(model) == 2

@@ -3,7 +3,8 @@
 Every schedule, mode of checkpointing and place, with models of all kinds of values.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def loop_of(model: Model, dtype: torch.dtype, chunks: int = CHUNKS) -> tuple[Loo
     return Loop(cut(module, model.balance), chunks, dim, copies=copies), module
 
 
-def autocast(model: Model):
+def autocast(model: Model) -> AbstractContextManager[object]:
     return torch.autocast("cpu", torch.bfloat16) if model.autocast else nullcontext()
 
 
@@ -37,7 +38,7 @@ def autocast(model: Model):
     *pairwise(name=list(MODELS), way=WAYS, is_shown=SHOWN, checkpoint=MODES, threads=[1, 2])
 )
 def test_bits_of_the_loop(
-    name: str, way: str, is_shown: bool, checkpoint: str, threads: int
+    name: str, way: str, is_shown: bool, checkpoint: Any, threads: int
 ) -> None:
     """Twice, as the second mini-batch reuses what the first has made."""
     torch.set_num_threads(threads)
@@ -61,7 +62,7 @@ SUMMED = [name for name, model in MODELS.items() if model.has_sums]
 
 
 @pytest.mark.parametrize(*pairwise(name=SUMMED, way=WAYS, checkpoint=MODES))
-def test_bits_of_gradients_that_are_sums(name: str, way: str, checkpoint: str) -> None:
+def test_bits_of_gradients_that_are_sums(name: str, way: str, checkpoint: Any) -> None:
     """They are the same while a timeline records."""
     model, found = MODELS[name], []
     for is_shown in SHOWN:

@@ -30,7 +30,7 @@ def test_cuda_is_the_current_device(monkeypatch: pytest.MonkeyPatch, index: int 
 
 
 @pytest.mark.parametrize("bad", [None, 1.5, True, ("cpu",)])
-def test_arguments_that_are_not_devices(bad: object) -> None:
+def test_arguments_that_are_not_devices(bad: Any) -> None:
     with pytest.raises(TypeError, match=r"device\(\)"):
         get_device(bad)
     with pytest.raises(RuntimeError, match="tpu9"):
@@ -40,7 +40,7 @@ def test_arguments_that_are_not_devices(bad: object) -> None:
 Point = namedtuple("Point", "x y")
 
 
-class Output(OrderedDict):
+class Output(OrderedDict[str, Any]):
     """A class registered with pytree, as Hugging Face's model outputs are."""
 
 

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 from support.function_layer import FunctionLayer
-from support.pipes import Pipe, assert_same_gradients, on_cpus, pipe_of
+from support.pipes import assert_same_gradients, on_cpus, pipe_of
 from support.pipes import normed_mlp as mlp
 from torch import nn
 
-from pipekernels import is_checkpointing, is_recomputing
+from pipekernels import Pipe, is_checkpointing, is_recomputing
 
 MODES = ["always", "except_last", "never"]
 
 
-def on(place: torch.device, module: nn.Sequential, balance: list[int], **kwargs: object) -> Pipe:
+def on(place: torch.device, module: nn.Sequential, balance: list[int], **kwargs: Any) -> Pipe:
     return Pipe(module, balance, devices=[place] * len(balance), **kwargs)
 
 
@@ -40,8 +40,11 @@ def test_autograd_grad_does_not_change_grad_and_hooks_run_once(place: torch.devi
 def test_is_checkpointing_and_is_recomputing(place: torch.device) -> None:
     seen: list[tuple[bool, bool]] = []
 
-    asks = FunctionLayer(lambda x: (seen.append((is_checkpointing(), is_recomputing())), x * 1)[1])
-    pipe = pipe_of(nn.Linear(4, 4), asks, device=place, checkpoint="except_last")
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        seen.append((is_checkpointing(), is_recomputing()))
+        return x * 1
+
+    pipe = pipe_of(nn.Linear(4, 4), FunctionLayer(asks), device=place, checkpoint="except_last")
     pipe(torch.randn(2, 4)).sum().backward()
     assert seen == [(True, False), (False, False), (False, True)]
     assert not is_checkpointing() and not is_recomputing()
@@ -57,7 +60,7 @@ def test_some_micro_batches_of_an_output_have_a_gradient(place: torch.device) ->
 
 def test_a_later_backward_that_does_not_reach_the_input(place: torch.device) -> None:
     class Second(nn.Linear):
-        def forward(self, x):
+        def forward(self, x: torch.Tensor) -> Any:
             return super().forward(x), self.weight.expand(len(x), -1, -1)
 
     pipe = pipe_of(nn.Linear(6, 6), Second(6, 6), device=place)
@@ -95,7 +98,7 @@ class Two(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         return self.a(x), self.b(x)
 
 
@@ -135,19 +138,20 @@ def test_outputs_have_memory_of_their_own(chunks: int, place: torch.device) -> N
     """Autograd cannot know that an output of a pipe is a view, so it must not be one."""
 
     class Views(nn.Linear):
-        def forward(self, x):
+        def forward(self, x: torch.Tensor) -> Any:
             return x, x.view(-1, 2), self.weight.view(1, 2).expand(len(x), 2)
 
     module = nn.Sequential(nn.Flatten(), Views(2, 1))
     pipe = on(place, module, [1, 1], chunks=chunks, checkpoint="always")
     x = torch.ones(4, 2, 1).requires_grad_()
-    weight = pipe[1].weight.detach().clone()
+    layer: Any = pipe[1]
+    weight = layer.weight.detach().clone()
     outputs = pipe(x)
     for factor, output in enumerate(outputs, 2):
         output.detach().mul_(factor)
     for factor, tensor in enumerate((x[..., 0], *outputs[:2]), 1):
         assert torch.equal(tensor, torch.full((4, 2), factor))
-    assert torch.equal(pipe[1].weight, weight)
+    assert torch.equal(layer.weight, weight)
     with torch.no_grad():
         pipe(x)[0].zero_()
     assert torch.equal(x, torch.ones(4, 2, 1))
@@ -182,7 +186,7 @@ def step(pipe: Pipe, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("name", VIEWS)
 def test_the_input_is_kept_by_layers_that_write_to_views_of_it(
-    name: str, checkpoint: str, chunks: int, run: Callable[..., None], tasks: str
+    name: str, checkpoint: Any, chunks: int, run: Callable[..., None], tasks: str
 ) -> None:
     pipe = pipe_of(*VIEWS[name], nn.PReLU(), chunks=chunks, checkpoint=checkpoint)
     data = torch.randn(4, 6, 2)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from support.function_layer import FunctionLayer
-from support.pipes import Pipe, on_cpus, pipe_of
 from support.pipes import normed_mlp as mlp
+from support.pipes import on_cpus, pipe_of
 from torch import nn
 
-from pipekernels import NoChunk, PipelineParallel, PipelineStage
+from pipekernels import NoChunk, Pipe, PipelineParallel, PipelineStage
 from pipekernels.pipeline.partition import split_module
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -30,13 +30,13 @@ def test_attributes_and_sequence_protocol() -> None:
     assert pipe.balance == [2, 3]
     assert pipe.devices == [torch.device("cpu")] * 2
     assert pipe.chunks == 4 and pipe.checkpoint == "always"
-    assert [len(p) for p in pipe.partitions] == [2, 3]
+    assert [len(list(p.children())) for p in pipe.partitions] == [2, 3]
     assert len(pipe) == 5 and list(pipe) == original
     assert pipe[0] is original[0] and pipe[-1] is original[-1]
     for index in (5, -6):
         with pytest.raises(IndexError, match=f"index {index} is out of range"):
             pipe[index]
-    assert type(pipe[1:3]) is nn.Sequential and list(pipe[1:3]) == original[1:3]
+    assert type(pipe[1:3]) is nn.Sequential and list(pipe[1:3].children()) == original[1:3]
     assert list(pipe[1:3]._modules) == ["1", "2"]
     with pytest.raises(TypeError, match="'str' object"):
         pipe["0"]
@@ -176,7 +176,7 @@ WITH_HOOK.register_forward_hook(lambda module, inputs, output: output * 2)
         ({"devices": ["cpu", None]}, TypeError, r"device\(\)"),
     ],
 )
-def test_bad_arguments(arguments: dict, error: type[Exception], message: str) -> None:
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     good = {"module": mlp(), "balance": [2, 3], "devices": ["cpu", "cpu"]}
     with pytest.raises(error, match=message):
         Pipe(**{**good, **arguments})
@@ -185,6 +185,7 @@ def test_bad_arguments(arguments: dict, error: type[Exception], message: str) ->
 def test_bad_inputs() -> None:
     """Without a tensor they raise a TypeError, as in fairscale's Pipe."""
     pipe = on_cpus(mlp(), [2, 3])
+    bad: Any
     for bad in ("text", 3, [], (), {"x": 1}, None, NoChunk(torch.zeros(1))):
         with pytest.raises(TypeError, match="input must be a tensor or a"):
             pipe(bad)

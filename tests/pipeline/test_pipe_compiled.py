@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from torch._dynamo.utils import counters
 
 @pytest.mark.compile
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_compiled_layers(checkpoint: str, tasks: str) -> None:
+def test_compiled_layers(checkpoint: Any, tasks: str) -> None:
     module, x = mlp(), torch.randn(6, 4, dtype=torch.float64)
-    compiled = nn.Sequential(*(torch.compile(layer, backend="aot_eager") for layer in module))
+    layers: Any = (torch.compile(layer, backend="aot_eager") for layer in module)
+    compiled = nn.Sequential(*layers)
     pipe = on_cpus(compiled, [2, 2], chunks=2, checkpoint=checkpoint)
     torch.testing.assert_close(outcome(pipe, x), outcome(module, x), rtol=0, atol=1e-10)
 
@@ -23,7 +25,7 @@ def test_compiled_layers(checkpoint: str, tasks: str) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit.script does not support it")
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_scripted_layers(checkpoint: str, tasks: str) -> None:
+def test_scripted_layers(checkpoint: Any, tasks: str) -> None:
     layers = [*mlp(), nn.BatchNorm1d(2).double().eval()]
     module = nn.Sequential(*map(torch.jit.script, copy.deepcopy(layers)))
     pipe = on_cpus(module, [2, 3], chunks=2, checkpoint=checkpoint)
@@ -41,7 +43,7 @@ def test_a_compiled_program_has_one_graph_break_per_call(recwarn: pytest.Warning
     around, inside = CompileCounter(), CompileCounter()
     module = mlp()
     reference = copy.deepcopy(module)
-    layers = [torch.compile(module[0], backend=inside), *module[1:]]
+    layers: list[Any] = [torch.compile(module[0], backend=inside), *list(module)[1:]]
     pipe = on_cpus(nn.Sequential(*layers), [2, 2], chunks=2)
 
     @torch.compile(backend=around)

@@ -2,15 +2,16 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from support.function_layer import FunctionLayer
-from support.pipes import Pipe, assert_equals_plain, assert_same_gradients, mlp, pipe_of
+from support.pipes import assert_equals_plain, assert_same_gradients, mlp, pipe_of
 from support.ranks import run_processes
 from torch import nn
 
-from pipekernels import Communicator
+from pipekernels import Communicator, Pipe
 
 
 def train_with_ddp(comm: Communicator) -> None:
@@ -65,13 +66,18 @@ class Normalised(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self.weight.data = self.weight.data / self.weight.data.norm()
-        return super().forward(input) * self.weight.gain
+        weight: Any = self.weight
+        return super().forward(input) * weight.gain
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_the_default_device_is_that_of_the_caller(tasks: str, checkpoint: str) -> None:
+def test_the_default_device_is_that_of_the_caller(tasks: str, checkpoint: Any) -> None:
     made: list[torch.device] = []
-    makes = lambda x: (made.append(torch.empty(()).device), x + 1)[1]
+
+    def makes(x: torch.Tensor) -> torch.Tensor:
+        made.append(torch.empty(()).device)
+        return x + 1
+
     pipe = pipe_of(FunctionLayer(makes), FunctionLayer(makes), checkpoint=checkpoint)
     x = torch.ones(4, 2, requires_grad=True)
 
@@ -136,7 +142,7 @@ def frozen(pipe: Pipe, x: torch.Tensor) -> torch.Tensor:
 
 def replaced(pipe: Pipe, x: torch.Tensor) -> torch.Tensor:
     output = pipe(x)
-    pipe[0].weight = nn.Parameter(torch.zeros_like(pipe[0].weight))
+    pipe[0].weight = nn.Parameter(torch.zeros_like(pipe.get_parameter("partitions.0.0.weight")))
     return output
 
 
@@ -152,7 +158,7 @@ def test_other_parameters_in_a_recomputation(
 
 
 class Tied(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight = weight
 
@@ -166,7 +172,7 @@ def test_a_weight_with_sparse_and_dense_gradients(sparse_first: bool) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(torch.arange(len(x))) + x
 
-    embedding = Lookup(5, 5, sparse=True, dtype=torch.float64)
+    embedding: Any = Lookup(5, 5, sparse=True, dtype=torch.float64)
     layers = [embedding, nn.Tanh(), Tied(embedding.weight)]
     module = nn.Sequential(*(layers if sparse_first else reversed(layers)))
     x = torch.randn(6, 5, dtype=torch.float64)
@@ -177,7 +183,7 @@ def test_a_weight_with_sparse_and_dense_gradients(sparse_first: bool) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_in_place_operations_that_begin_later(checkpoint: str, tasks: str) -> None:
+def test_in_place_operations_that_begin_later(checkpoint: Any, tasks: str) -> None:
     module = mlp()
     pipe = Pipe(module, [3, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
     x = torch.randn(4, 4, dtype=torch.float64)
@@ -193,7 +199,8 @@ def test_in_place_operations_that_begin_later(checkpoint: str, tasks: str) -> No
 def test_channels_last_is_kept(dims: int, tasks: str) -> None:
     convolution = nn.Conv2d if dims == 2 else nn.Conv3d
     order = torch.channels_last if dims == 2 else torch.channels_last_3d
-    module = nn.Sequential(convolution(3, 4, 3), nn.ReLU()).to(memory_format=order)
+    layers: Any = nn.Sequential(convolution(3, 4, 3), nn.ReLU())
+    module = layers.to(memory_format=order)
     pipe = Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2)
     x = torch.randn(4, 3, *[6] * dims).to(memory_format=order).requires_grad_()
     out = pipe(x)

@@ -1,6 +1,7 @@
 """Pipes of sharded layers: each rank has a pipe, and all call collectives in the same order."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def by_pipekernels(comm: Communicator) -> nn.Sequential:
     return tensor_parallelize(model(), {"[024]": "column", "[135]": "row"}, comm)
 
 
-def by_torch(comm: Communicator) -> nn.Sequential:
+def by_torch(comm: Communicator) -> Any:
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -33,7 +34,7 @@ def by_torch(comm: Communicator) -> nn.Sequential:
     )
 
     mesh = init_device_mesh("cpu", (comm.world_size,))
-    plan = {str(i): RowwiseParallel() if i % 2 else ColwiseParallel() for i in range(6)}
+    plan: Any = {str(i): RowwiseParallel() if i % 2 else ColwiseParallel() for i in range(6)}
     return parallelize_module(model(), mesh, plan)
 
 
@@ -41,17 +42,17 @@ def piped(layers: nn.Sequential) -> Pipe:
     return Pipe(layers, [2, 2, 2], devices=["cpu"] * 3, chunks=6)
 
 
-def by_pipekernels_in_a_pipe(comm: Communicator) -> nn.Sequential:
+def by_pipekernels_in_a_pipe(comm: Communicator) -> Pipe:
     pipe = piped(model())
     plan = {f"partitions.*.{i}": "row" if i % 2 else "column" for i in range(6)}
     return tensor_parallelize(pipe, plan, comm)
 
 
-def local(grad: Tensor) -> Tensor:
+def local(grad: Any) -> Tensor:
     return grad.to_local() if hasattr(grad, "to_local") else grad
 
 
-def pipe_on_rank(comm: Communicator, shard: Shard, schedule: str | None) -> None:
+def pipe_on_rank(comm: Communicator, shard: Shard, schedule: Any) -> None:
     plain = model()
     x = torch.randn(12, 8, dtype=torch.float64)
     expected = plain(x).square().mean()
@@ -82,7 +83,7 @@ def pipe_on_rank(comm: Communicator, shard: Shard, schedule: str | None) -> None
         (by_pipekernels_in_a_pipe, None),
     ],
 )
-def test_a_pipe_of_sharded_layers(shard: Shard, schedule: str | None) -> None:
+def test_a_pipe_of_sharded_layers(shard: Shard, schedule: Any) -> None:
     run_processes(2, pipe_on_rank, shard, schedule)
 
 

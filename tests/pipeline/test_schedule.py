@@ -1,6 +1,7 @@
 """Schedules: order, predicted times and memory, and absence of deadlocks."""
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,8 @@ def test_orders_keep_lanes_and_dependencies(name: str, stages: int, micro_batche
                 assert [position[a] for a in lane] == sorted(position[a] for a in lane)
             for action in order:
                 kind, stage, m = action
-                kinds, to = ("F", stage + 1) if kind == "F" else ("BI", stage - 1)
+                kinds: Any = "F" if kind == "F" else "BI"
+                to = stage + 1 if kind == "F" else stage - 1
                 for receiver in {Action(k, to, m) for k in kinds if kind != "W"} & position.keys():
                     assert position[action] < position[receiver]
 

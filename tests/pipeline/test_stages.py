@@ -5,7 +5,7 @@ added one by one, GPipe's microbatches), with extensions.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -132,11 +132,13 @@ def test_behaviour_outside_of_layers_is_refused(change: Callable[[PipelineStage]
 
 
 def test_arguments_of_other_types() -> None:
-    for bad in (nn.functional.relu, None, "Linear"):
+    wrong: list[Any] = [nn.functional.relu, None, "Linear"]
+    for bad in wrong:
         with pytest.raises(TypeError, match="layer must be an nn.Module, got "):
             PipelineStage(0).add_layer(bad)
-    for index in (-1, 1.0, True, "0"):
+    indices: list[Any] = [-1, 1.0, True, "0"]
+    for index in indices:
         with pytest.raises(ValueError, match=f"index is {index!r}; it must be"):
             PipelineStage(index)
     with pytest.raises(TypeError, match=r"stages\[1\] must be a PipelineStage, got Linear"):
-        PipelineParallel([PipelineStage(0), nn.Linear(1, 1)], 2)
+        PipelineParallel([PipelineStage(0), cast(Any, nn.Linear(1, 1))], 2)

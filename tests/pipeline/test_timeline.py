@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def test_bubble_is_the_idle_share() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_pipe_records_both_ways(checkpoint: str, tmp_path: Path, device: torch.device) -> None:
+def test_a_pipe_records_both_ways(checkpoint: Any, tmp_path: Path, device: torch.device) -> None:
     layers = nn.Linear(4, 4), nn.Linear(4, 4)
     pipe = pipe_of(*layers, device=device, chunks=3, checkpoint=checkpoint)
     x = torch.randn(6, 4, device=device)
@@ -36,7 +37,8 @@ def test_a_pipe_records_both_ways(checkpoint: str, tmp_path: Path, device: torch
         pipe(x).sum().backward()
     pipe(x)
     forward, backward = timeline.phases
-    for phase, kind in ((forward, "F"), (backward, "B")):
+    expected: list[tuple[Any, Any]] = [(forward, "F"), (backward, "B")]
+    for phase, kind in expected:
         assert len(phase.program.lanes) == 2 and {e.action for e in phase.events} == {
             Action(kind, s, m) for s in range(2) for m in range(3)
         }

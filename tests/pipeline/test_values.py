@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.function_layer import FunctionLayer
-from support.pipes import Pipe, assert_same_gradients, pipe_of
+from support.pipes import assert_same_gradients, pipe_of
 from torch import nn
 from torch.nn.utils.rnn import (
     PackedSequence,
@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import (
     pad_packed_sequence,
 )
 
-from pipekernels import NoChunk, register_split
+from pipekernels import NoChunk, Pipe, register_split
 from pipekernels.pipeline import nested as structure
 
 
@@ -53,7 +53,7 @@ def test_bad_values() -> None:
         pipe_of(nn.Identity(), batch_dim=2)(x)
 
 
-class Batch(dict):
+class Batch(dict[str, Any]):
     """A dict of a class of its own."""
 
 
@@ -132,7 +132,7 @@ def test_rows_that_cannot_be_cut(kind: str) -> None:
         pipe_of(nn.Identity())(pack_sequence([torch.ones(2, 3), torch.ones(2, 3)]))
 
 
-class Images(list):
+class Images(list[Any]):
     """Of different sizes."""
 
 

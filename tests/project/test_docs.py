@@ -45,7 +45,7 @@ def test_programs_for_gpus_compile(name: str) -> None:
 def ranks(name: str) -> int | None:
     """How many processes run the page's programs, if not this one."""
     match = re.match(r"<!-- ranks: (\d+) -->", PAGES[name])
-    return match and int(match[1])
+    return int(match[1]) if match else None
 
 
 RUN = [name for name in WITH_PROGRAMS if program(PAGES[name]).strip()]

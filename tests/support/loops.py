@@ -105,10 +105,10 @@ class Loop:
             return None if parts[0] is None else list(parts)
         if parts[0].dim() == 0:
             return sum(part * weight for part, weight in zip(parts, self._weights, strict=True))
-        return torch.cat(parts, self.dim)
+        return torch.cat(list(parts), self.dim)
 
 
-def cut(layers: Sequence[nn.Module], balance: Sequence[int]) -> list[nn.Sequential]:
+def cut(layers: Any, balance: Sequence[int]) -> list[nn.Sequential]:
     ends = accumulate(balance, initial=0)
     return [nn.Sequential(*layers[a:b]) for a, b in pairwise(ends)]
 

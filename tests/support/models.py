@@ -65,7 +65,7 @@ ENCODERS = {
     ),
 }  # fmt: skip
 # What plans leave out, or models need beside a plan; by class and fields of the configuration.
-SPECIAL = {
+SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Apertus": ("Apertus", GROUPED),  # Norms of heads, a trained activation.
     "Phi, norms": ("Phi", GROUPED | {"qk_layernorm": True}),
     "Gemma 4, dense": (
@@ -116,7 +116,7 @@ def config_of(name: str, **fields: Any) -> Any:
     return kind(**fields)
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(name: str) -> Any:
     torch.manual_seed(0)
     if name in SPECIAL:
         kind, fields = SPECIAL[name]

@@ -75,7 +75,7 @@ def frozen() -> list[nn.Module]:
 
 class Inner(NamedTuple):
     hidden: Tensor
-    index: Tensor
+    indices: Tensor
 
 
 class Encode(nn.Linear):
@@ -90,12 +90,12 @@ class Decode(nn.Linear):
     def forward(self, value: Any) -> Any:
         y = super().forward(value["inner"].hidden)
         # All microbatches' indices together are not those of the whole batch.
-        return {"y": y, "rest": (value["inner"].index >= 0, y.square().mean(), value["rows"])}
+        return {"y": y, "rest": (value["inner"].indices >= 0, y.square().mean(), value["rows"])}
 
 
 @skippable(stash=["a"])
 class Start(nn.Module):
-    def forward(self, x: Tensor):
+    def forward(self, x: Tensor) -> Any:
         yield stash("a", x.sin())
         return x
 
@@ -104,7 +104,7 @@ class Start(nn.Module):
 class Exchange(nn.Module):
     """Pops one skip and stashes another."""
 
-    def forward(self, x: Tensor):
+    def forward(self, x: Tensor) -> Any:
         a = yield pop("a")
         yield stash("b", x * a)
         return x + a
@@ -112,7 +112,7 @@ class Exchange(nn.Module):
 
 @skippable(pop=["b"])
 class End(nn.Module):
-    def forward(self, x: Tensor):
+    def forward(self, x: Tensor) -> Any:
         b = yield pop("b")
         return x - b
 
@@ -182,6 +182,8 @@ def lends() -> list[nn.Module]:
 
 class Counting(nn.Linear):
     """Multiplies by a buffer that counts calls, and that is updated in place or replaced."""
+
+    count: Tensor
 
     def __init__(self, in_place: bool) -> None:
         super().__init__(WIDTH, WIDTH)

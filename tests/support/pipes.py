@@ -27,7 +27,7 @@ def on_cpus(layers: Any, balance: Sequence[int], **options: Any) -> Pipe:
     return Pipe(layers, balance, devices=["cpu"] * len(balance), **options)
 
 
-def assert_same_gradients(module: nn.Module, other: nn.Module, **tolerances: float) -> None:
+def assert_same_gradients(module: nn.Module, other: nn.Module, **tolerances: Any) -> None:
     """Of their parameters; default tolerances: absolute 1e-10, none relative."""
     for p, q in zip(module.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, **{"rtol": 0, "atol": 1e-10, **tolerances})
@@ -44,7 +44,7 @@ def outcome(module: nn.Module, x: torch.Tensor, chunks: int = 1) -> list[Any]:
     return [output.detach(), leaf.grad, *(p.grad for p in module.parameters())]
 
 
-def assert_equals_plain(pipe: Pipe, x: torch.Tensor, **tolerances: float) -> None:
+def assert_equals_plain(pipe: Pipe, x: torch.Tensor, **tolerances: Any) -> None:
     """Output and gradients are those of the layers without a pipe."""
     found, expected = outcome(pipe, x), outcome(pipe.to_sequential(), x)
     torch.testing.assert_close(found, expected, **{"rtol": 0, "atol": 1e-10, **tolerances})

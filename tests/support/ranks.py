@@ -128,7 +128,7 @@ def run_processes(
                 if process.is_alive():
                     process.kill()
                     process.join()
-    errors = []
+    errors: list[BaseException] = []
     for rank, answer in enumerate(answers):
         if rank in killed:
             assert answer is None, f"rank {rank} was to be killed"
@@ -160,7 +160,7 @@ def _in_group(
     dist.destroy_process_group()
     if hosts:
         os.environ["PIPEKERNELS_HOST_ID"] = hosts[comm.rank]
-    place = {"rank": comm.rank, "world_size": comm.world_size}
+    place: Any = {"rank": comm.rank, "world_size": comm.world_size}
     dist.init_process_group("cpu:pipekernels", store=store, **place)
     return body(comm.rank, *args)
 
@@ -184,7 +184,7 @@ def _serve(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
         )
         with Communicator.from_process_group(timeout=timeout) as communicator:
-            answer = body(communicator, *args), None
+            answer: Any = (body(communicator, *args), None)
     except BaseException as error:  # noqa: BLE001
         if hasattr(error, "add_note"):  # From Python 3.11 on.
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
@@ -195,10 +195,10 @@ def _serve(
 
 
 def _collect(receivers: list[Connection]) -> list[tuple[Any, Any] | None]:
-    answers: dict[Connection, tuple[Any, Any] | None] = {}
-    waiting = list(receivers)
+    answers: dict[Any, tuple[Any, Any] | None] = {}
+    waiting: list[Any] = list(receivers)
     while waiting:
-        for receiver in wait(waiting):
+        for receiver in list[Any](wait(waiting)):
             try:
                 answers[receiver] = receiver.recv()
             except EOFError:  # The process has died.

@@ -19,7 +19,7 @@ class Stash(nn.Module):
         super(Stash, self).__init__()  # noqa: UP008 - the decorated class is the class itself
         self.layer, self.value = layer or nn.Identity(), value
 
-    def forward(self, x: torch.Tensor):
+    def forward(self, x: torch.Tensor) -> Any:
         yield stash("skip", self.value(x))
         return self.layer(x)
 
@@ -34,6 +34,6 @@ class Pop(nn.Module):
         super().__init__()
         self.layer, self.join = layer or nn.Identity(), join
 
-    def forward(self, x: torch.Tensor):
+    def forward(self, x: torch.Tensor) -> Any:
         skip = yield pop("skip")
         return self.join(self.layer(x), skip)

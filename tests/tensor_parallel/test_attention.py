@@ -71,7 +71,7 @@ def test_attention_is_that_of_the_full_layer(
     expected = run(plain)
 
     def body(comm: Communicator) -> None:
-        model = nn.Sequential(copy.deepcopy(full))
+        model: Any = nn.Sequential(copy.deepcopy(full))
         tensor_parallelize(model, {"0": "attention"}, comm)
         layer = model[0]
         assert isinstance(layer, ParallelMultiheadAttention)

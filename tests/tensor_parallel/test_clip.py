@@ -2,6 +2,7 @@
 
 import copy
 from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_parameters_are_not_enough() -> None:
 
 
 def test_all_ranks_learn_that_the_norm_of_one_is_not_finite() -> None:
-    copies = [model(), model()]  # Threads share torch's generator.
+    copies: list[Any] = [model(), model()]  # Threads share torch's generator.
 
     def on_rank(comm: Communicator) -> None:
         sharded = tensor_parallelize(copies[comm.rank], PLAN, comm)

@@ -64,7 +64,7 @@ def test_operators_have_the_bits_of_eager_products(
     torch.testing.assert_close(y.double(), 2 * (x.double() @ weight.double().t()), **loose(dtype))
 
 
-def loose(dtype: torch.dtype) -> dict[str, float]:
+def loose(dtype: torch.dtype) -> dict[str, Any]:
     """Bounds of a sum of IN products of two numbers below 5, doubled, and rounded twice."""
     sums = torch.float64 if dtype == torch.float64 else torch.float32
     return {"rtol": 4 * torch.finfo(dtype).eps, "atol": 50 * IN * torch.finfo(sums).eps}
@@ -109,7 +109,7 @@ def test_errors_are_those_of_collectives(rows: int) -> None:
     aborting.join()
 
 
-def programs(layers: Callable[[], nn.Module], x: Tensor) -> tuple[list[str], Tensor]:
+def programs(layers: Callable[..., Any], x: Tensor) -> tuple[list[str], Tensor]:
     """The operators of the compiled module, as one graph, and its result for ``x``."""
     names: list[str] = []
 

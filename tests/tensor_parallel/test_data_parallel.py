@@ -29,7 +29,7 @@ def test_over_ranks_with_different_shards_is_refused(comm: Communicator) -> None
 
 
 @on_ranks(4)
-def test_over_ranks_with_equal_shards_averages(_: Communicator) -> None:
+def test_over_ranks_with_equal_shards_averages(whole: Communicator) -> None:
     plain = model_of()
     for _ in range(2):
         plain(batch()).square().mean().backward()

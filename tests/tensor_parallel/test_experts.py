@@ -1,6 +1,7 @@
 """Experts on several ranks: outputs, gradients and parameters equal those of the full module."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from pipekernels.tensor_parallel import full_state_dict
 from pipekernels.tensor_parallel.experts import ParallelExperts
 
 EXPERTS, HIDDEN, INNER = 5, 12, 10
-LAYOUTS: dict[str, dict[str, bool]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "Mixtral's": {},
     "GPT-OSS's": {"has_bias": True, "is_transposed": True, "is_concatenated": False},
     "no gate": {"has_gate": False},

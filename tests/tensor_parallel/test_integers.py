@@ -1,6 +1,7 @@
 """Layers with weights of integers: outputs within the error model, states, refusals."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def dequantized(module: nn.Module, bits: int, group: int | None) -> nn.Module:
     return result
 
 
-def error_of(layers: nn.Module, x: Tensor, relative: float) -> Tensor:
+def error_of(layers: Any, x: Tensor, relative: float) -> Tensor:
     """The most that a result may be off. A layer rounds its input, by a 254th of the largest
     magnitude at most, adds ``relative`` of its sums of absolute products, and multiplies what the
     layers before have added."""
@@ -63,7 +64,7 @@ def test_layers_equal_the_model_of_the_dequantized_weights(
     ranks: int, dtype: torch.dtype, rows: int, bits: int, group: int | None
 ) -> None:
     full = mlp(dtype, (24, 50, 33) if group is None else (192, 192, 192))
-    features = full[0].in_features
+    features: Any = full[0].in_features
     x = torch.randn(rows, features).to(dtype)
     plain = dequantized(full, bits, group)
     exact = plain(x.double()).detach()
@@ -80,7 +81,7 @@ def test_layers_equal_the_model_of_the_dequantized_weights(
         assert ((y.double() - exact).abs() <= bound).all()
         state = full_state_dict(model)
         for name in PLAN:
-            integers = rounded(full.get_submodule(name).weight.data, bits, group)
+            integers = rounded(full.get_parameter(f"{name}.weight").data, bits, group)
             assert state[f"{name}.scale"].equal(integers.scale)
             assert state[f"{name}.weight"].equal(integers.weight)
         # The full state loads into a model of other weights, and this rank's into another one.
@@ -176,7 +177,7 @@ def test_what_is_not_supported_is_refused_in_words() -> None:
     invariant = tensor_parallelize(plain, {"0": "column"}, comm, invariant=True)
     message = "'0' has invariant=True, which does not support weights of integers"
     assert_raises(ValueError, message, quantize_weights, invariant)
-    model = quantize_weights(tensor_parallelize(mlp(), PLAN, comm))
+    model: Any = quantize_weights(tensor_parallelize(mlp(), PLAN, comm))
     x, message = torch.ones(1, 24, requires_grad=True), r"have no gradients; use torch.no_grad\(\)"
     assert_raises(RuntimeError, message, model, x)
     message = "has no sharded linear layers or experts in floats"

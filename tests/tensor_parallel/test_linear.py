@@ -51,7 +51,7 @@ class Case:
         bias: bool = True,
         shape: tuple[int, ...] = (ROWS,),
         device: torch.device | str = "cpu",
-    ):
+    ) -> None:
         torch.manual_seed(0)
         self.linear = nn.Linear(IN, OUT, bias, dtype=dtype).to(device)
         self.x = torch.randn(*shape, IN, dtype=dtype).to(device)
@@ -239,7 +239,7 @@ def test_autocast_and_no_grad(device: torch.device) -> None:
 
 def mlp_on_rank(comm: Communicator, backend: str, device: str) -> bytes:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, IN), nn.GELU(), nn.Linear(IN, OUT), nn.ReLU())
+    plain: Any = nn.Sequential(nn.Linear(6, IN), nn.GELU(), nn.Linear(IN, OUT), nn.ReLU())
     plain.double().to(device)
     leaf = torch.randn(2, 5, 6, dtype=torch.float64).to(device).requires_grad_()
     expected = plain(leaf)

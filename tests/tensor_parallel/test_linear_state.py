@@ -51,11 +51,11 @@ def test_initialisation_is_that_of_nn_linear(
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_full_state_dict_round_trip(world_size: int, device: torch.device) -> None:
     torch.manual_seed(0)
-    full = nn.Sequential(nn.Linear(5, IN), nn.LayerNorm(3), nn.Sequential(nn.Linear(IN, 4)))
+    full: Any = nn.Sequential(nn.Linear(5, IN), nn.LayerNorm(3), nn.Sequential(nn.Linear(IN, 4)))
     state = full.to(device).state_dict()
 
     def on_rank(comm: Communicator) -> None:
-        model = nn.Sequential(
+        model: Any = nn.Sequential(
             ColumnParallelLinear(5, IN, comm=comm, device=device),
             nn.LayerNorm(3, device=device),
             nn.Sequential(RowParallelLinear(IN, 4, comm=comm, device=device)),
@@ -94,7 +94,7 @@ def test_a_state_dict_hook_that_replaces_shards_is_refused() -> None:
 
 
 def test_the_full_state_of_wrapped_layers_has_the_unwrapped_keys() -> None:
-    full = nn.Sequential(nn.Linear(5, IN), nn.Linear(IN, 4))
+    full: Any = nn.Sequential(nn.Linear(5, IN), nn.Linear(IN, 4))
 
     def on_rank(comm: Communicator) -> None:
         column = ColumnParallelLinear.from_linear(full[0], comm)
@@ -124,7 +124,8 @@ def test_from_linear_keeps_dtype_mode_and_frozen_parameters() -> None:
 def test_copies_share_the_communicator_and_pickling_names_the_remedy() -> None:
     comm, _ = Communicator.threads(2)
     layer = RowParallelLinear(4, 6, comm=comm)
-    shallow, deep = copy.copy(layer), copy.deepcopy(nn.Sequential(layer))[0]
+    holder: Any = nn.Sequential(layer)
+    shallow, deep = copy.copy(layer), copy.deepcopy(holder)[0]
     assert type(shallow) is RowParallelLinear and shallow.weight is layer.weight
     assert shallow.comm is deep.comm is comm
     assert deep.weight is not layer.weight and torch.equal(deep.weight, layer.weight)

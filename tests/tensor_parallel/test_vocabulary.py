@@ -120,7 +120,10 @@ def test_the_loss_is_that_of_the_full_logits(
     wide = full.float() if dtype == torch.bfloat16 else full
     options: Any = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": -1}
     expected = functional.cross_entropy(wide.flatten(0, 1), target.flatten(), **options)
-    expected, weights = (expected.view(4, 3), weights) if reduction == "none" else (expected, 1)
+    if reduction == "none":
+        expected = expected.view(4, 3)
+    else:
+        weights = torch.ones(())
     (expected * weights).sum().backward()
 
     def body(comm: Communicator) -> None:
@@ -164,7 +167,7 @@ def test_shards_that_several_ranks_hold(bias: bool, device: torch.device) -> Non
     norm = nn.utils.get_total_norm([parameter.grad for parameter in full.parameters()])
 
     def body(comm: Communicator) -> None:
-        model = nn.Sequential(copy.deepcopy(full))
+        model: Any = nn.Sequential(copy.deepcopy(full))
         tensor_parallelize(model, {"0": "column/2/2"}, comm)
         assert isinstance(model[0], ColumnParallelLinear)
         own = (first, first, second, second)[comm.rank]

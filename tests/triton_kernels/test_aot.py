@@ -70,7 +70,7 @@ def compiling(
 
     @functools.cache
     def begun(version: str) -> Compiled:
-        asked = [
+        asked: list[dict[str, Any]] = [
             item.callspec.params
             for item in request.session.items
             if isinstance(item, pytest.Function) and hasattr(item, "callspec")

@@ -1,6 +1,8 @@
 """In float32 a pipe has the bits of a loop over its microbatches, whatever layouts meet at the
 boundaries of stages."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.function_layer import FunctionLayer
@@ -12,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-def test_outputs_require_gradients_as_in_the_plain_model(checkpoint: str, tasks: str) -> None:
+def test_outputs_require_gradients_as_in_the_plain_model(checkpoint: Any, tasks: str) -> None:
     def read(value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         hidden, mask = value
         return hidden * torch.from_numpy(mask.numpy().copy())  # Refused if it required one.

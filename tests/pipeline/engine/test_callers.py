@@ -36,7 +36,7 @@ def test_what_a_pipe_runs_cannot_call_a_pipe(tasks: str) -> None:
 def test_threads_use_one_pipe_while_it_trains(place: torch.device) -> None:
     """On a CUDA device, backwards and training steps need autograd's one thread for it."""
     pipe = pipe_of(*(nn.Linear(4, 4) for _ in range(3)), device=place, chunks=4)
-    x, weight = torch.randn(8, 4), pipe[0].weight
+    x, weight = torch.randn(8, 4), pipe.get_parameter("partitions.0.0.weight")
     (expected,) = torch.autograd.grad(pipe(x).sum(), weight)
     right: list[bool] = []
 

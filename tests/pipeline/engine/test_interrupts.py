@@ -1,6 +1,6 @@
 """Exceptions and Ctrl-C in a layer: the pipe stays usable, and what it changes is restored."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -80,6 +80,6 @@ def test_an_exception_in_a_layer(
     armed = False
     assert settings() == before
     assert all(owner[name] is parameter for owner, name, parameter in parameters)
-    assert not pipe._engine.lock._is_owned() and not pipe._engine._turns.locked()
+    assert not cast(Any, pipe._engine.lock)._is_owned() and not pipe._engine._turns.locked()
     assert all(parameter.grad is None for parameter in pipe.parameters())
     assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))

@@ -43,7 +43,7 @@ class Held(nn.Module):
 @pytest.mark.parametrize(
     ("schedule", "limits"), [("gpipe", (9, 9, 9)), ("1f1b", (3, 2, 1)), ("zb-h1", (3, 3, 3))]
 )
-def test_activations_in_flight(schedule: str, limits: tuple[int, ...], place: torch.device) -> None:
+def test_activations_in_flight(schedule: Any, limits: tuple[int, ...], place: torch.device) -> None:
     stages = [Held() for _ in limits]
     pipe = pipe_of(*stages, device=place, chunks=9, checkpoint="never")
     with pipe.timeline():  # Prevents that stages are fused.
@@ -55,7 +55,7 @@ def test_activations_in_flight(schedule: str, limits: tuple[int, ...], place: to
     assert not any(stage.live for stage in stages)
 
 
-def peaks(checkpoint: str, place: torch.device) -> list[int]:
+def peaks(checkpoint: Any, place: torch.device) -> list[int]:
     """Per stage, the most microbatches whose activations it held at once."""
     stages = [Held() for _ in range(3)]
     pipe = pipe_of(*stages, device=place, chunks=9, checkpoint=checkpoint)
@@ -89,7 +89,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-def test_a_mini_batch_is_freed_at_once(schedule: str, place: torch.device, runs: Runs) -> None:
+def test_a_mini_batch_is_freed_at_once(schedule: Any, place: torch.device, runs: Runs) -> None:
     """It is in no reference cycle, which would be freed later."""
     pipe = pipe_of(nn.Linear(4, 4), nn.Tanh(), device=place, chunks=4)
     pipe(torch.randn(8, 4)).sum().backward()
@@ -101,7 +101,7 @@ def test_a_mini_batch_is_freed_at_once(schedule: str, place: torch.device, runs:
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("when", ["forward", "backward", "forward of a step", "backward of a step"])
 def test_a_failed_mini_batch_is_freed_with_its_exception(
-    when: str, checkpoint: str, error: type[BaseException], tasks: str, runs: Runs
+    when: str, checkpoint: Any, error: type[BaseException], tasks: str, runs: Runs
 ) -> None:
     tensors: list[weakref.ref[torch.Tensor]] = []
 
@@ -135,7 +135,7 @@ def test_a_failed_mini_batch_is_freed_with_its_exception(
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_an_output_keeps_nothing_after_backward(dim: int, checkpoint: str, tasks: str) -> None:
+def test_an_output_keeps_nothing_after_backward(dim: int, checkpoint: Any, tasks: str) -> None:
     """For example, if losses are summed over an epoch with their graphs."""
     pipe = pipe_of(nn.Linear(4, 4), nn.Tanh(), checkpoint=checkpoint, batch_dim=dim)
     tensors: list[weakref.ref[torch.Tensor]] = []

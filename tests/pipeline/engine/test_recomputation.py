@@ -2,12 +2,15 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from support.pipes import Pipe, assert_equals_plain, assert_same_gradients, on_cpus
+from support.pipes import assert_equals_plain, assert_same_gradients, on_cpus
 from torch import Tensor, nn
 from torch.nn.utils import prune
+
+from pipekernels import Pipe
 
 MODES = ["never", "except_last", "always"]
 
@@ -29,7 +32,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(Scaled(), Scaled(), Scaled().eval(), Scaled()).double()
 
 
-def piped(module: nn.Sequential, checkpoint: str) -> Pipe:
+def piped(module: nn.Sequential, checkpoint: Any) -> Pipe:
     return on_cpus(module, [2, 2], chunks=3, checkpoint=checkpoint)
 
 
@@ -52,7 +55,7 @@ def cast(module: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("forward", [with_other_buffers, cast])
 def test_recomputation_uses_the_buffers_of_the_forward(
-    forward: Callable[..., Tensor], checkpoint: str, tasks: str, x: Tensor
+    forward: Callable[..., Tensor], checkpoint: Any, tasks: str, x: Tensor
 ) -> None:
     grads = []
     module = model()
@@ -89,7 +92,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes_that_are_refused(name: str, checkpoint: str, tasks: str, x: Tensor) -> None:
+def test_changes_that_are_refused(name: str, checkpoint: Any, tasks: str, x: Tensor) -> None:
     change, message = CHANGES[name]
     module = model()
     module[3].weight.requires_grad_(False)
@@ -110,7 +113,7 @@ def test_changes_that_are_refused(name: str, checkpoint: str, tasks: str, x: Ten
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_layers_that_write_to_their_parameters(checkpoint: str, tasks: str) -> None:
+def test_layers_that_write_to_their_parameters(checkpoint: Any, tasks: str) -> None:
     """Each forward and each recomputation renormalize the rows of the embedding that they read."""
     module = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Linear(3, 2)).double()
     reference = copy.deepcopy(module)
@@ -124,7 +127,7 @@ def test_layers_that_write_to_their_parameters(checkpoint: str, tasks: str) -> N
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_a_buffer_that_requires_a_gradient(checkpoint: str, tasks: str, x: Tensor) -> None:
+def test_a_buffer_that_requires_a_gradient(checkpoint: Any, tasks: str, x: Tensor) -> None:
     module = model()
     for buffer in module.buffers():
         buffer.requires_grad_()

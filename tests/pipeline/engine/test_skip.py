@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -65,24 +65,24 @@ def test_skips_that_do_not_match_are_refused() -> None:
 
 
 def test_misuse_in_a_forward() -> None:
-    def layer(forward, **skips):
+    def layer(forward: Any, **skips: Any) -> Any:
         return skippable(**skips)(type("Layer", (nn.Module,), {"forward": forward}))()
 
-    def undeclared(self, x):
+    def undeclared(self: Any, x: Any) -> Any:
         yield stash("other", x)
 
-    def twice(self, x):
+    def twice(self: Any, x: Any) -> Any:
         yield stash("skip", x)
         yield stash("skip", x)
 
-    def never(self, x):
+    def never(self: Any, x: Any) -> Any:
         return x
 
-    def wrong(self, x):
+    def wrong(self: Any, x: Any) -> Any:
         yield "skip"
 
-    def number(self, x):
-        yield stash("skip", 3)
+    def number(self: Any, x: Any) -> Any:
+        yield stash("skip", cast(Any, 3))
 
     x = torch.zeros(2)
     for forward, skips, error, message in (
@@ -100,11 +100,11 @@ def test_misuse_in_a_forward() -> None:
     with pytest.raises(ValueError, match="has no skip 'other'; its skips are 'skip'"):
         Stash().isolate(Namespace(), only=["other"])
     with pytest.raises(TypeError, match=r"subclass of nn\.Module"):
-        skippable()(int)
+        skippable()(cast(Any, int))
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
-def test_a_skip_that_a_later_stage_overwrites_is_refused(checkpoint: str) -> None:
+def test_a_skip_that_a_later_stage_overwrites_is_refused(checkpoint: Any) -> None:
     """Stages have separate graphs, so the skip's gradient would miss the overwriting layer's."""
     layers = [nn.Linear(5, 5), Stash(value=lambda x: x), nn.ReLU(inplace=True), Pop()]
     pipe = on_cpus(nn.Sequential(*layers), [2, 1, 1], chunks=2, checkpoint=checkpoint)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from support.function_layer import FunctionLayer
-from support.pipes import Pipe, pipe_of
+from support.pipes import pipe_of
 from torch import nn
 from torch.nn import functional as F
 
+from pipekernels import Pipe
 from pipekernels.pipeline.schedule import SCHEDULES
 
 OPTIONS: dict[str, dict[str, Any]] = {name: {"schedule": name} for name in SCHEDULES}
@@ -25,13 +26,13 @@ def model(seed: int = 0) -> nn.Sequential:
     ).double()
 
 
-def by_twos(module: nn.Module, chunks: int = 4, checkpoint: str = "never", **options: Any) -> Pipe:
+def by_twos(module: Any, chunks: int = 4, checkpoint: Any = "never", **options: Any) -> Pipe:
     devices = [torch.get_default_device()] * 4
     return Pipe(module, [2] * 4, devices=devices, chunks=chunks, checkpoint=checkpoint, **options)
 
 
 def gradients(module: nn.Module) -> list[torch.Tensor]:
-    return [p.grad for p in module.parameters()]  # type: ignore[misc]
+    return [p.grad for p in module.parameters()]
 
 
 def test_a_mean_over_valid_tokens() -> None:
@@ -98,7 +99,7 @@ def test_one_tensor_given_twice_gets_both_gradients(place: torch.device) -> None
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_an_exception_in_the_loss_reaches_the_caller(schedule: str, place: torch.device) -> None:
+def test_an_exception_in_the_loss_reaches_the_caller(schedule: Any, place: torch.device) -> None:
     x, y = torch.randn(8, 5).double(), torch.randn(8, 3).double()
     module = model()
     pipe = by_twos(module)
@@ -171,7 +172,7 @@ def test_backwards_are_not_in_the_callers_autocast(tasks: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bits_of_a_loss_that_uses_the_parameters(schedule: str) -> None:
+def test_bits_of_a_loss_that_uses_the_parameters(schedule: Any) -> None:
     """They do not depend on whether each stage is shown, and so runs by itself."""
 
     def penalised(module: nn.Module, output: torch.Tensor, target: Any) -> torch.Tensor:

@@ -66,15 +66,15 @@ def model(stages: int) -> tuple[nn.Sequential, list[int]]:
 @torch.no_grad()
 def descend(module: nn.Module) -> None:
     for parameter in module.parameters():
-        parameter -= 0.1 * parameter.grad
+        parameter.sub_(0.1 * parameter.grad)
         parameter.grad = None
 
 
 def run(
     devices: Sequence[Any],
     chunks: int,
-    checkpoint: str,
-    schedule: str | None,
+    checkpoint: Any,
+    schedule: Any,
     home: str,
     machine: Any,
 ) -> None:
@@ -95,7 +95,7 @@ def run(
                 torch.autograd.backward(loss)
             else:
                 lanes = max(n for n in (3, 2, 1) if len(devices) % n == 0)
-                options = {"lanes": lanes} if schedule == "interleaved" else {}
+                options: Any = {"lanes": lanes} if schedule == "interleaved" else {}
                 loss = pipe.train_step(given, to, loss_fn, schedule=schedule, **options)
             assert given.grad is not None
             ours.append((loss.detach() * 1, given.grad * 1))
@@ -117,12 +117,12 @@ def run(
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "checkpoint"), [(None, "except_last"), ("zb-h1", "never")])
 @pytest.mark.parametrize("devices", PLACEMENTS, ids=" ".join)
-def test_placements(devices: list[str], schedule: str | None, checkpoint: str) -> None:
+def test_placements(devices: list[str], schedule: Any, checkpoint: Any) -> None:
     run(devices, 4, checkpoint, schedule, CPU, machine())
 
 
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
-def test_layers_run_on_the_current_device(schedule: str | None) -> None:
+def test_layers_run_on_the_current_device(schedule: Any) -> None:
     seen = []
     with machine() as made:
 
@@ -147,12 +147,12 @@ def test_layers_run_on_the_current_device(schedule: str | None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
-def test_schedules(schedule: str | None, checkpoint: str) -> None:
+def test_schedules(schedule: Any, checkpoint: Any) -> None:
     run([GPU, CPU, OTHER, OTHER], 7, checkpoint, schedule, OTHER, machine())
 
 
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
-def test_schedules_without_peer_access(schedule: str | None) -> None:
+def test_schedules_without_peer_access(schedule: Any) -> None:
     run([GPU, OTHER, GPU, OTHER], 5, "always", schedule, GPU, machine(peers=False))
 
 
@@ -170,7 +170,7 @@ def test_numbers_of_micro_batches(chunks: int, home: str, peers: bool) -> None:
     [[GPU, GPU], [CPU, GPU], [GPU, CPU], [GPU, CPU, GPU], [GPU, OTHER], [GPU, OTHER, GPU, OTHER]],
     ids=" ".join,
 )
-def test_real_devices(devices: list[str], schedule: str | None, device: torch.device) -> None:
+def test_real_devices(devices: list[str], schedule: Any, device: torch.device) -> None:
     """The same on the machine's devices; results on GPUs are delayed."""
     if device.type == "cpu":
         devices = [CPU] * len(devices)
@@ -225,7 +225,7 @@ def test_copies_overlap_computation_on_both_devices() -> None:
 
 @pytest.mark.parametrize("devices", [[GPU, GPU], [GPU, OTHER], [GPU, CPU, OTHER]], ids=" ".join)
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_a_caller_with_streams_of_its_own(devices: list[str], checkpoint: str) -> None:
+def test_a_caller_with_streams_of_its_own(devices: list[str], checkpoint: Any) -> None:
     """The forward and the backward are called with different current streams."""
     module, balance = model(len(devices))
     with machine() as made:
@@ -242,7 +242,7 @@ def test_a_caller_with_streams_of_its_own(devices: list[str], checkpoint: str) -
         torch.autograd.backward(output, grad)
         with torch.no_grad():
             for parameter in pipe.parameters():
-                parameter -= parameter.grad
+                parameter.sub_(parameter.grad)
             given -= given.grad
         # The caller must order these streams: gradients were computed on the default streams.
         for stream, place in zip(mine, places, strict=True):
@@ -306,7 +306,7 @@ def test_evaluation_before_training() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_a_backward_during_another(checkpoint: str) -> None:
+def test_a_backward_during_another(checkpoint: Any) -> None:
     """Autograd's thread may begin another backward while one waits for another device."""
     between: list[Any] = []
 
@@ -321,7 +321,9 @@ def test_a_backward_during_another(checkpoint: str) -> None:
     plain = nn.Sequential(*layers).double()
     piped = copy.deepcopy(plain)
     x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
-    expected = [torch.autograd.grad(plain(part).square().sum(), plain.parameters()) for part in x]
+    expected = [
+        torch.autograd.grad(plain(part).square().sum(), list(plain.parameters())) for part in x
+    ]
     inner: list[Any] = []
     with machine() as made:
         pipe = Pipe(piped, [2, 2], devices=[GPU, OTHER], chunks=3, checkpoint=checkpoint)

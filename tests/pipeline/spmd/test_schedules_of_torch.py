@@ -1,6 +1,7 @@
 """torch's own schedules of pipelines, and ``execute_pipeline``, on the backend's messages."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -40,9 +41,9 @@ def test_schedules_equal_the_model(rank: int, name: str) -> None:
     modules = stages(count)
     reference = nn.Sequential(*copy.deepcopy(modules))
     device = torch.device("cpu")
-    mine = [PipelineStage(modules[i], i, count, device) for i in places[rank]]
+    mine: list[Any] = [PipelineStage(modules[i], i, count, device) for i in places[rank]]
     if name == "1F1B":
-        schedule = Schedule1F1B(mine[0], MICROBATCHES, loss_fn=loss_of)
+        schedule: Any = Schedule1F1B(mine[0], MICROBATCHES, loss_fn=loss_of)
     else:
         of = {"Interleaved1F1B": ScheduleInterleaved1F1B, "ZBVZeroBubble": ScheduleZBVZeroBubble}
         schedule = of[name](mine, MICROBATCHES, loss_fn=loss_of)

@@ -6,7 +6,7 @@ The interface is that of xlstm-jax's ``execute_pipeline``, ``execute_pipeline_st
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -57,7 +57,7 @@ STAGES: list[Callable[[int], nn.Module]] = [
 
 
 def assert_equals_sequential(
-    comm: Communicator, mesh: DeviceMesh, modules: list[nn.Module], x: Tensor, m: int
+    comm: Communicator, mesh: DeviceMesh, modules: Sequence[nn.Module], x: Tensor, m: int
 ) -> Tensor:
     """Check output and gradients of the parameters and of ``x``; returns the output."""
     reference = nn.Sequential(*copy.deepcopy(modules))
@@ -162,13 +162,13 @@ def arguments(comm: Communicator) -> None:
 
     # Lazily conjugated or transposed results; the second stage undoes the function of the first.
     z = torch.complex(randn(4, 2, 3), randn(4, 2, 3, seed=2)).requires_grad_()
-    (wanted,) = torch.autograd.grad(z.abs().sum(), z)
+    (undone,) = torch.autograd.grad(z.abs().sum(), z)
     for function in (torch.conj, torch.adjoint, lambda t: t.transpose(1, 2)):
         z.grad = None
         output = run(FunctionLayer(function), z, line(comm), 2)
         output.abs().sum().backward()
         if comm.rank == 0:
-            torch.testing.assert_close(z.grad, wanted, **exactly)
+            torch.testing.assert_close(z.grad, undone, **exactly)
         else:
             torch.testing.assert_close(output, z, **exactly)
 

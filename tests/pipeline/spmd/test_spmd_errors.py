@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def bad_arguments(comm: Communicator) -> None:
         refused(TypeError, "x must be a tensor on the first stage", module, None, mesh, 1)
     refused(TypeError, "module must be an nn.Module, got builtin", torch.tanh, x, mesh, 1)
     with pytest.raises(TypeError, match="what module_fn returns must be an nn.Module, got int"):
-        PipelineModule("pipe", 1, int, mesh=mesh)
+        PipelineModule("pipe", 1, cast(Any, int), mesh=mesh)
     refused(TypeError, "mesh must be a DeviceMesh, got str", module, x, "pipe", 1)
     refused(ValueError, "no device mesh is active; pass mesh=", module, x, None, 1)
     unnamed, other = (

@@ -74,12 +74,12 @@ def tensor_parallel(comm: Communicator) -> None:
 
     mesh = square("tensor")
     pipe = mesh.get_local_rank("pipe")
-    modules = stages(2)
-    reference = nn.Sequential(*copy.deepcopy(modules))
+    modules: list[Any] = [*stages(2)]
+    reference: Any = nn.Sequential(*copy.deepcopy(modules))
     x = randn(6, WIDTH)
     with Communicator.from_process_group(mesh.get_group("tensor")) as ranks:
         first, _, second = modules[pipe]
-        module = nn.Sequential(
+        module: Any = nn.Sequential(
             ColumnParallelLinear.from_linear(first, ranks),
             nn.Tanh(),
             RowParallelLinear.from_linear(second, ranks),

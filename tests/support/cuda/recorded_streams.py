@@ -417,7 +417,7 @@ def machine(*, peers: bool = True) -> Iterator[Machine]:
         can_write = peers and {source.type, target.type} == {"cuda"}
         return RecordedChannel(made, source, target, channel.SLOT_BYTES, can_write)
 
-    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    engine = torch.autograd._engine_run_backward
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         with _Functions(made):  # torch.autograd.backward may have disabled the mode.

@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -248,7 +248,7 @@ def make(comm: Communicator, call: Call, device: torch.device = CPU) -> int:
             assert (result is x) == in_place, "the result is the input, or is not"
             assert in_place or same_bits(x, contents(call, comm.rank)), "the input has changed"
             check_neighbours(x)
-            checksums.add(zlib.crc32(bits(result).numpy()))
+            checksums.add(zlib.crc32(bits(result).numpy().tobytes()))
             assert len(checksums) == 1, "the bits differ from those of another run or algorithm"
         except AssertionError as error:
             where = f"{algorithm}, rank {comm.rank} of {comm.world_size}"
@@ -264,9 +264,10 @@ def ways(call: Call) -> tuple[str, ...]:
 def make_in_group(call: Call, async_op: bool) -> None:
     """Make a call by torch.distributed, whose ranks may differ in the memory and, where the result
     is in place, in the shape of their tensors. Lists are empty again before the call may end."""
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    rank, size, group = dist.get_rank(), dist.get_world_size(), cast(Any, dist.group.WORLD)
     own = random.Random(f"{call.seed} {rank} {async_op}")
-    op, root, option = REDUCE_OPS[call.op], rank == call.src, {"async_op": async_op}
+    op, root = REDUCE_OPS[call.op], rank == call.src
+    option: Any = {"async_op": async_op}
     x, expected = call.tensor(group._comm, own), call.expected(rank, size)
     slices = list(x.tensor_split(size)) if "scatter" in call.operation else []
     in_place = call.operation in ("all_reduce", "reduce", "broadcast")
@@ -350,7 +351,7 @@ def sums(seed: int, cases: Sequence[int]) -> dict[str, Any]:
             print(f"sums on {n} ranks, {first} of {len(own)}", file=sys.stderr)
             calls = [Call.draw(seed * 1_000_000 + i, n) for i in own[first : first + BATCH]]
             by_processes = run_processes(n, make_all, calls)
-            by_threads = run_threads(n, lambda comm, calls=calls: make_all(comm, calls))
+            by_threads = run_threads(n, functools.partial(make_all, calls=calls))
             assert by_processes == by_threads, "processes and threads give different bits"
             for call, *checksums in zip(calls, *by_processes, strict=True):
                 same = call.operation == "reduce_scatter" or len(set(checksums)) == 1

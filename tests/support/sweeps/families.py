@@ -274,7 +274,7 @@ def on_page(text: str) -> list[Finding]:
     shares, _, body = body.partition("## Small models only")
     small, _, body = body.partition("## Refused")
     refused, _, wrong = body.partition("## Wrong")
-    found = [Finding(*m, "equal", n) for *m, n in re.findall(r"([\w.-]+) \((\d\.\d\d)\)", shares)]
+    found = [Finding(m, "equal", n) for m, n in re.findall(r"([\w.-]+) \((\d\.\d\d)\)", shares)]
     found += [Finding(*m) for m in re.findall(r"\* ([\w.-]+): (\w+), (.*)", wrong)]
     for state, section in (("equal", small), ("refused", refused)):
         for line in section.strip().splitlines():

@@ -36,7 +36,8 @@ def values(generator: random.Random, dtype: torch.dtype, columns: int = 0) -> Te
 
 def exchange(seed: int) -> None:
     """Several messages of all pairs; each rank makes its calls, and waits, in its own order."""
-    rank, size, comm = dist.get_rank(), dist.get_world_size(), dist.group.WORLD._comm
+    group: Any = dist.group.WORLD
+    rank, size, comm = dist.get_rank(), dist.get_world_size(), group._comm
     shared, own = random.Random(seed), random.Random(f"{seed} {rank}")
     dtype = shared.choice(FLOATS + INTEGERS + OTHERS)
     plan = [
@@ -79,7 +80,8 @@ def exchange(seed: int) -> None:
 
 def swap(seed: int) -> None:
     """all_to_all of tensors of uneven sizes."""
-    rank, size, comm = dist.get_rank(), dist.get_world_size(), dist.group.WORLD._comm
+    group: Any = dist.group.WORLD
+    rank, size, comm = dist.get_rank(), dist.get_world_size(), group._comm
     shared, own = random.Random(seed), random.Random(f"{seed} {rank}")
     dtype, columns = shared.choice(FLOATS + INTEGERS + OTHERS), shared.choice([1, 3])
     parts = [[values(shared, dtype, columns) for _ in range(size)] for _ in range(size)]
@@ -95,8 +97,8 @@ def swap(seed: int) -> None:
     else:
         whole = placed(torch.zeros_like(torch.cat(expected)))
         sizes = [[len(each) for each in tensors] for tensors in (expected, sent)]
-        option = {"async_op": seed % 2 == 0}
-        work = dist.all_to_all_single(whole, placed(torch.cat(sent)), *sizes, **option)
+        option: Any = {"async_op": seed % 2 == 0}
+        work = dist.all_to_all_single(whole, placed(torch.cat(sent)), sizes[0], sizes[1], **option)
         result = [whole]
     if work is not None:
         work.wait()

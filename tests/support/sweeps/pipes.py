@@ -172,7 +172,7 @@ def case(seed: int) -> tuple[nn.Sequential, Tensor, str, dict[str, Any]]:
     stages = draw.randint(1, min(4, len(layers)))
     cuts = sorted(draw.sample(range(1, len(layers)), stages - 1))
     balance = [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
-    options = {
+    options: dict[str, Any] = {
         "balance": balance,
         "devices": ["cpu"] * stages,
         "chunks": draw.choice([1, 2, 3, 4, 8]),
@@ -229,8 +229,7 @@ def differs(seed: int, *, steps: int = 2, changes: int = 0) -> str | None:
                 for _ in range(draw.randint(0, changes)):
                     change(draw, own, hooks)
                 if changes and draw.random() < 0.4:
-                    given = [x.float()]
-                    found.append(results(run, "no_grad", given, own.float(), stages))
+                    found.append(results(run, "no_grad", [x.float()], own.float(), stages))
                     own.double()
                 found.append(results(run, way, [x], own, stages))
         try:

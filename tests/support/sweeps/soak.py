@@ -58,7 +58,7 @@ def lose_a_rank(comm: Communicator, device: torch.device, seed: int) -> Loss:
     comm = Communicator.from_process_group()
     x, symmetric = ones(100_000), comm.empty(30_000, device=device)
     sums = [functools.partial(comm.all_reduce, algorithm=algorithm) for algorithm in ALGORITHMS]
-    calls = [*((one, memory) for memory in (x, symmetric) for one in sums)]
+    calls: list[Any] = [*((one, memory) for memory in (x, symmetric) for one in sums)]
     calls += [(comm.reduce_scatter, x[:30_000]), (comm.all_gather, x), (comm.broadcast, x)]
 
     def check(call: Callable[[Tensor], Tensor], tensor: Tensor) -> None:

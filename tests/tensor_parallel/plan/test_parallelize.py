@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_a_sharded_transformer_equals_the_plain_one(
     def on_rank(comm: Communicator) -> None:
         sharded = copies[comm.rank]
         assert tensor_parallelize(sharded, plan, comm) is sharded
-        for block in sharded[1:3]:
+        for block in list(sharded)[1:3]:
             block.attention.num_heads //= world_size if plan is PLAN else 1
             kinds = [type(layer) for layer in (block.attention.q_proj, block.mlp["down"])]
             assert kinds == [ColumnParallelLinear, RowParallelLinear]
@@ -159,7 +160,7 @@ def test_a_bad_plan_is_refused_and_the_model_unchanged() -> None:
     comm, _ = Communicator.threads(2)
     tied = nn.ModuleDict({"embed": nn.Embedding(6, FEATURES), "head": nn.Linear(FEATURES, 6)})
     tied["head"].weight = tied["embed"].weight
-    cases = [
+    cases: list[tuple[nn.Module, Any, type[Exception], str]] = [
         (model(), {**PLAN, "*.z_proj": "row"}, ValueError, r"no module's name matches '\*.z_proj'"),
         (model(), {"*.o_proj": "rows"}, ValueError, "'row', 'row_split_input', .*got 'rows'"),
         (model(), {"*.o_proj": ("row", {})}, ValueError, r"must be one of .*, got \('row', {}\)"),
@@ -206,7 +207,7 @@ def test_different_models_raise_on_all_ranks(
 
 
 def test_ranks_may_differ_in_unsharded_layers_and_load_weights_later() -> None:
-    models, state = [model(), model()], model().state_dict()
+    models, state = list[Any]((model(), model())), model().state_dict()
     nn.init.ones_(models[1][0].weight)
     models[1][1].to("meta")
 
@@ -281,7 +282,7 @@ def test_a_plan_and_a_communicator_are_found(comm: Communicator) -> None:
 def test_a_compiled_model_is_understood() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    compiled = [torch.compile(copy.deepcopy(model), backend="eager") for _ in range(2)]
+    compiled: list[Any] = [torch.compile(copy.deepcopy(model), backend="eager") for _ in range(2)]
     x = torch.ones(2, 8)
 
     def body(comm: Communicator) -> None:

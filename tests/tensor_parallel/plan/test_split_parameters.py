@@ -1,6 +1,7 @@
 """Parameters with an element for each head: every rank's forward sees those of its own heads."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_outputs_and_gradients_are_those_of_one_process(ranks: int) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(Scaled()).double()
+    plain: Any = nn.Sequential(Scaled()).double()
     x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
     copies = [copy.deepcopy(plain) for _ in range(ranks)]
     expected = plain(x)
