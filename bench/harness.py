@@ -85,7 +85,8 @@ def alternate(
 
 def summary(samples: Sequence[float]) -> dict[str, float]:
     """Median, 10th and 90th percentile and minimum of ``samples``, in their unit."""
-    deciles = statistics.quantiles(samples, n=10, method="inclusive")
+    both = samples if len(samples) > 1 else [*samples, *samples]  # One has no quantiles.
+    deciles = statistics.quantiles(both, n=10, method="inclusive")
     return {
         "median": statistics.median(samples),
         "p10": deciles[0],
