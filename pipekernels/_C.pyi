@@ -135,6 +135,10 @@ class Communicator:
     def receive(self, data: int, bytes: int, src: int, tag: int, /) -> Message:
         """``src`` may be -1, any rank."""
 
+    def send_plain(self, tensor: Tensor, dst: int, tag: int, /) -> Message | None:
+        """None if the tensor is not contiguous memory of the CPU."""
+
+    def receive_plain(self, tensor: Tensor, src: int, tag: int, /) -> Message | None: ...
     def exchange(
         self,
         call: int,

@@ -15,6 +15,8 @@
 #include "arguments.h"
 #include "bindings.h"
 #include "gil.h"
+#include "pipekernels/host/dlpack_tensor.h"
+#include "tensor.h"
 
 namespace pipekernels::python {
 namespace {
@@ -28,14 +30,34 @@ struct Handle {
 };
 
 template <bool is_send>
-Handle start(std::shared_ptr<Communicator> communicator, uintptr_t data, size_t bytes, int peer,
+Handle start(std::shared_ptr<Communicator> communicator, void* memory, size_t bytes, int peer,
              int64_t tag) {
   check_in_range("tag", tag, 0, UINT32_MAX);
-  void* const memory = address_of("data", data, bytes, DType::kUInt8);
   const GilUntilRelease gil;
   if (communicator->is_threads() || bytes > kFewBytes) GilUntilRelease::release();
   auto message = communicator->messages().start(is_send, memory, bytes, peer, tag);
   return {std::move(communicator), std::move(message)};
+}
+
+template <bool is_send>
+Handle start_at(std::shared_ptr<Communicator> communicator, uintptr_t data, size_t bytes, int peer,
+                int64_t tag) {
+  void* const memory = address_of("data", data, bytes, DType::kUInt8);
+  return start<is_send>(std::move(communicator), memory, bytes, peer, tag);
+}
+
+// Of a contiguous CPU tensor; nothing if the tensor needs preparation.
+template <bool is_send>
+std::optional<Handle> start_plain(std::shared_ptr<Communicator> communicator, py::handle tensor,
+                                  int peer, int64_t tag) {
+  dlpack::Tensor described;
+  if (!describe(tensor, described) || described.device_type != dlpack::kCpu) return {};
+  const int64_t elements = dlpack::dense_elements(described);
+  if (elements < 0 || !holds_elements(tensor, described)) return {};
+  const size_t bytes = elements * (described.type_bits * described.type_lanes / 8);
+  auto* const data = static_cast<std::byte*>(described.data) + described.offset;
+  if (!is_send) mark_changed(tensor);
+  return start<is_send>(std::move(communicator), data, bytes, peer, tag);
 }
 
 // The parts of all ranks; of a single one that of `root`, of none empty ones.
@@ -75,8 +97,10 @@ void bind_messages(py::module_& m, CommunicatorClass& communicator) {
             return handle.communicator->messages().wait(*handle.message, seconds);
           },
           py::arg("limit") = py::none());
-  communicator.def("send", &start<true>)
-      .def("receive", &start<false>)
+  communicator.def("send", &start_at<true>)
+      .def("receive", &start_at<false>)
+      .def("send_plain", &start_plain<true>)
+      .def("receive_plain", &start_plain<false>)
       .def(
           "exchange",
           [](Communicator& self, int call, const std::vector<uintptr_t>& inputs,

@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipekernels import _backend
-from pipekernels._torch_private import disable_dynamo, is_seen
+from pipekernels._torch_private import (
+    disable_dynamo,
+    dispatch_mode_count,
+    is_profiler_enabled,
+    is_seen,
+)
 from pipekernels.comm.tensors import put_back, to_dense, to_dense_in_place
 
 
@@ -66,20 +71,29 @@ class MessageWork(dist.Work):
 def point_to_point(name: str) -> Callable[..., dist.Work]:
     """The method ``name`` of a group: of a list with one tensor, a rank unless that may be any, and
     a tag."""
+    native = "send_plain" if name == "send" else "receive_plain"
+    anywhere = (-1,) if name == "recv_anysource" else ()
 
     @disable_dynamo
     def method(self: Any, tensors: list[Tensor], *place: int) -> dist.Work:
-        if not tensors[0].is_cpu:
+        (tensor,) = tensors
+        if self._dropped:
+            self._dropped[:] = [each for each in self._dropped if not each[0].has_ended]
+        # The short way, of a contiguous tensor: one native call, if nobody looks.
+        if not is_profiler_enabled() and not dispatch_mode_count():
+            message = getattr(self._backend.core, native)(tensor, *anywhere, *place)
+            if message is not None:
+                return MessageWork(message, tensor, None, self._dropped)
+        if not tensor.is_cpu:
             # Torch joins the calls of batch_isend_irecv only in a group of one backend; those of
             # NCCL might wait for each other elsewhere.
             raise NotImplementedError(
-                f"{name} of a tensor on {tensors[0].device} needs a group of that device's backend "
+                f"{name} of a tensor on {tensor.device} needs a group of that device's backend "
                 "alone; make one, as by new_group(backend='nccl')"
             )
 
         def serve(arguments: Sequence[Any]) -> dist.Work:
             (tensor,) = arguments[0]
-            self._dropped[:] = [each for each in self._dropped if not each[0].has_ended]
             if name == "send":
                 dense = to_dense(tensor)
                 message = self._backend.send(dense, *place)
