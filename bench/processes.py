@@ -22,6 +22,8 @@ PEERS = {
 }
 # llama.cpp is a package of Node's.
 NODE_PEERS = Path(".venv/peers/node").resolve()
+VLLM = Path(".venv/peers/vllm/vllm.so").resolve()  # Its kernels between processes.
+FILES = {"llama.cpp": NODE_PEERS, "vLLM": VLLM}
 Serve = Callable[[Callable[..., float]], None]
 
 
@@ -107,7 +109,7 @@ def started(
     for name in names:
         package = name.partition(",")[0]
         missing = package in PEERS and importlib.util.find_spec(PEERS[package]) is None
-        if missing or package == "llama.cpp" and not NODE_PEERS.is_dir():
+        if missing or package in FILES and not FILES[package].exists():
             print(f"{package} is not installed: left out")
             continue
         ranks, worker, *last = workers[name]

@@ -6,6 +6,7 @@ that no rank spins while a helper thread of a peer works.
 * ``nothing``: a Python group in one process, as ours is one, whose calls return at once: what torch
   itself takes.
 * ``direct``: the method of :class:`pipekernels.Communicator` instead; synchronous calls only.
+* ``vLLM``: its kernels, called directly, which exist for AVX-512 and Arm only.
 
 ``send and back`` is two messages, the second after the first.
 """
@@ -13,12 +14,13 @@ that no rank spins while a helper thread of a peer works.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.harness import Options, Turns
-from bench.processes import Serve, join, repeated, started
+from bench.processes import VLLM, Serve, join, repeated, started
 
 RANKS = 2
 CALLS = 300  # Per turn, and as many before that do not count: woken ranks may begin on one core.
@@ -26,12 +28,19 @@ SYNCHRONOUS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", 
 OTHERS = ("async all_reduce", "functional all_reduce", "DTensor sum", "coalesced all_reduce")
 MESSAGES = ("send and back", "all_to_all_single")
 SIZES = {"1 KiB": 1 << 10, "4 KiB": 1 << 12, "64 KiB": 1 << 16, "4 MiB": 1 << 22}
-ALL = ("nothing", "direct", "pipekernels", "Gloo")
+ALL = ("nothing", "direct", "vLLM", "pipekernels", "Gloo")
+BY = {  # The calls of those that do not make all.
+    "nothing": (*SYNCHRONOUS, *OTHERS),
+    "direct": (*SYNCHRONOUS, "send and back"),
+    "vLLM": ("all_reduce", "all_gather_into_tensor", "send and back"),
+}
 CANDIDATES = {
-    f"{call}, {size}": tuple(name for name in ALL if call in SYNCHRONOUS or name != "direct")
-    for call in (*SYNCHRONOUS, *OTHERS)
-    for size in list(SIZES)[:3]
-} | {f"{call}, {size}": ALL[2:] for call in MESSAGES for size in SIZES}
+    f"{call}, {size}": tuple(
+        name for name in ALL if call in BY.get(name, (*SYNCHRONOUS, *OTHERS, *MESSAGES))
+    )
+    for call in (*SYNCHRONOUS, *OTHERS, *MESSAGES)
+    for size in list(SIZES)[: 4 if call in MESSAGES else 3]
+}
 QUICK = {"all_reduce, 1 KiB": ALL}
 BASE = "Gloo"
 CONDITIONS = {
@@ -73,13 +82,6 @@ def call_of(case: str, ranks: int) -> tuple[Callable[[], object], torch.Tensor, 
         partial = DTensor.from_local(part, mesh, [Partial()], run_check=False)
         total.copy_(partial.redistribute(placements=[Replicate()]).to_local())
 
-    def send_and_back() -> None:
-        for sender in range(2):
-            if dist.get_rank() == sender:
-                dist.send(part, 1 - sender)
-            else:
-                dist.recv(total, 1 - dist.get_rank())
-
     calls: dict[str, tuple[Callable[[], object], torch.Tensor, float]] = {
         "all_reduce": (lambda: dist.all_reduce(part), part, ranks),
         "all_gather_into_tensor": (lambda: dist.all_gather_into_tensor(whole, part), whole, 1),
@@ -89,10 +91,24 @@ def call_of(case: str, ranks: int) -> tuple[Callable[[], object], torch.Tensor, 
         "functional all_reduce": (functional_sum, total, ranks),
         "DTensor sum": (dtensor_sum, total, ranks),
         "coalesced all_reduce": (coalesced, part, ranks),
-        "send and back": (send_and_back, total, 1),
+        "send and back": (
+            send_and_back(dist.get_rank(), dist.send, dist.recv, part, total),
+            total,
+            1,
+        ),
         "all_to_all_single": (lambda: dist.all_to_all_single(total, part), total, 1),
     }
     return calls[name]
+
+
+def send_and_back(
+    rank: int, send: Callable[..., object], recv: Callable[..., object], *tensors: torch.Tensor
+) -> Callable[[], object]:
+    """Two messages, by calls with a tensor and the peer: of the first of ``tensors``, to the
+    second."""
+    calls = [lambda: send(tensors[0], 1 - rank), lambda: recv(tensors[1], 1 - rank)]
+    first, second = calls if rank == 0 else calls[::-1]
+    return lambda: (first(), second())
 
 
 def _nothing(rank: int, port: int, serve: Serve, case: str) -> None:
@@ -139,13 +155,44 @@ def _direct(rank: int, port: int, serve: Serve, case: str) -> None:
             "all_gather_into_tensor": lambda: comm.all_gather(part, out=whole),
             "reduce_scatter_tensor": lambda: comm.reduce_scatter(whole, out=part),
             "broadcast": lambda: comm.broadcast(part, 0),
+            "send and back": send_and_back(rank, comm.send, comm.recv, part, whole[: len(part)]),
         }
         serve(repeated(calls[name], CALLS, CALLS))
+
+
+def _vllm(rank: int, port: int, serve: Serve, case: str) -> None:
+    import torch.distributed as dist
+
+    join("gloo", rank, RANKS, port)
+    torch.ops.load_library(VLLM)
+    kernels, name = torch.ops.vllm_shm, f"vllm-{port}"
+    ranks = kernels.init_shm_manager(name, RANKS, rank, 1)
+    dist.barrier()
+    kernels.join_shm_manager(ranks, name)
+    dist.barrier()
+    Path(f"/dev/shm/{name}_{rank}").unlink()
+    call, size = case.split(", ")
+    part = torch.ones(SIZES[size] // 4)
+    whole = torch.ones(RANKS * part.numel())
+
+    def send(tensor: torch.Tensor, peer: int) -> None:
+        kernels.shm_send_tensor_list(ranks, [tensor], peer)
+
+    def recv(_: torch.Tensor, peer: int) -> None:
+        kernels.shm_recv_tensor_list(ranks, peer)
+
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: kernels.shm_allreduce(ranks, part),
+        "all_gather_into_tensor": lambda: kernels.shm_all_gather(ranks, part, whole),
+        "send and back": send_and_back(rank, send, recv, part, part),
+    }
+    serve(repeated(calls[call], CALLS, CALLS))
 
 
 WORKERS = {
     "nothing": (1, _nothing),
     "direct": (RANKS, _direct),
+    "vLLM": (RANKS, _vllm),
     "pipekernels": (RANKS, _backend, "pipekernels"),
     "Gloo": (RANKS, _backend, "gloo"),
 }
