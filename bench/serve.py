@@ -35,10 +35,7 @@ KINDS = {
     "bfloat16": ("transformers", "pipekernels", "llama.cpp, bf16"),
     "int8": ("transformers", "pipekernels, int8", "llama.cpp, q8_0"),
 }
-# Not all at 32, where each turn takes a minute or two.
-CANDIDATES = {
-    f"{kind}, {n} at once": KINDS[kind][: 2 + (n < 32)] for kind in KINDS for n in AT_ONCE
-}
+CANDIDATES = {f"{k}, {n} at once": KINDS[k][: 2 + (n < 32)] for k in KINDS for n in AT_ONCE}
 ROUNDS = {1: 3, 4: 2, 16: 1, 32: 1}
 # torch multiplies matrices of bfloat16 five times slower than float32 where CPUs cannot.
 THEIRS = "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
@@ -53,8 +50,7 @@ SLOTS = """import sys, time, xllamacpp
 params, slots = xllamacpp.CommonParams(), int(sys.argv[3])
 params.model.path, params.port, params.n_parallel = sys.argv[1], int(sys.argv[2]), slots
 params.n_ctx, params.cpuparams.n_threads, params.cpuparams_batch.n_threads = 256 * slots, 2, 2
-server = xllamacpp.Server(params)
-time.sleep(1e6)"""
+server = xllamacpp.Server(params); time.sleep(1e6)"""
 
 
 def saved(layers: int) -> Any:
@@ -80,8 +76,7 @@ class Served:
         self.system, _, kind = name.partition(", ")
         common = f"serve {folder} --port={port}"
         theirs = f"-m transformers.cli.transformers {common} --device=cpu --continuous-batching"
-        ours = f"-m pipekernels {common} --dtype=bfloat16 --ranks=2 --cache-tokens=8192"
-        command = ours.split()
+        command = f"-m pipekernels {common} --dtype=bfloat16 --ranks=2 --cache-tokens=8192".split()
         if self.system == "llama.cpp":
             file = tempfile.mkdtemp() + "/model.gguf"
             write_gguf(folder, Path(file), kind)
