@@ -91,23 +91,19 @@ def call_of(case: str, ranks: int) -> tuple[Callable[[], object], torch.Tensor, 
         "functional all_reduce": (functional_sum, total, ranks),
         "DTensor sum": (dtensor_sum, total, ranks),
         "coalesced all_reduce": (coalesced, part, ranks),
-        "send and back": (
-            send_and_back(dist.get_rank(), dist.send, dist.recv, part, total),
-            total,
-            1,
-        ),
+        "send and back": (send_and_back(dist.send, dist.recv, part, total), total, 1),
         "all_to_all_single": (lambda: dist.all_to_all_single(total, part), total, 1),
     }
     return calls[name]
 
 
 def send_and_back(
-    rank: int, send: Callable[..., object], recv: Callable[..., object], *tensors: torch.Tensor
+    send: Callable[..., object], recv: Callable[..., object], *tensors: torch.Tensor
 ) -> Callable[[], object]:
-    """Two messages, by calls with a tensor and the peer: of the first of ``tensors``, to the
-    second."""
-    calls = [lambda: send(tensors[0], 1 - rank), lambda: recv(tensors[1], 1 - rank)]
-    first, second = calls if rank == 0 else calls[::-1]
+    """Two messages, of the first of ``tensors`` and to the second."""
+    peer = 1 - torch.distributed.get_rank()
+    calls = [lambda: send(tensors[0], peer), lambda: recv(tensors[1], peer)]
+    first, second = calls if peer == 1 else calls[::-1]
     return lambda: (first(), second())
 
 
@@ -155,7 +151,7 @@ def _direct(rank: int, port: int, serve: Serve, case: str) -> None:
             "all_gather_into_tensor": lambda: comm.all_gather(part, out=whole),
             "reduce_scatter_tensor": lambda: comm.reduce_scatter(whole, out=part),
             "broadcast": lambda: comm.broadcast(part, 0),
-            "send and back": send_and_back(rank, comm.send, comm.recv, part, whole[: len(part)]),
+            "send and back": send_and_back(comm.send, comm.recv, part, whole[: len(part)]),
         }
         serve(repeated(calls[name], CALLS, CALLS))
 
@@ -174,17 +170,14 @@ def _vllm(rank: int, port: int, serve: Serve, case: str) -> None:
     call, size = case.split(", ")
     part = torch.ones(SIZES[size] // 4)
     whole = torch.ones(RANKS * part.numel())
-
-    def send(tensor: torch.Tensor, peer: int) -> None:
-        kernels.shm_send_tensor_list(ranks, [tensor], peer)
-
-    def recv(_: torch.Tensor, peer: int) -> None:
-        kernels.shm_recv_tensor_list(ranks, peer)
-
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: kernels.shm_allreduce(ranks, part),
         "all_gather_into_tensor": lambda: kernels.shm_all_gather(ranks, part, whole),
-        "send and back": send_and_back(rank, send, recv, part, part),
+        "send and back": send_and_back(
+            lambda tensor, peer: kernels.shm_send_tensor_list(ranks, [tensor], peer),
+            lambda _, peer: kernels.shm_recv_tensor_list(ranks, peer),
+            *(part, part),
+        ),
     }
     serve(repeated(calls[call], CALLS, CALLS))
 
