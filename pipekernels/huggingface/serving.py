@@ -27,7 +27,7 @@ from pipekernels.huggingface.load import load_pretrained
 from pipekernels.tensor_parallel import tensor_parallelize
 
 _PAGE, _BATCH = 64, 512  # Tokens of a step: a longer prompt would hold up the answers beside it.
-_GRACE, _UNHEALTHY = 8, 0.25  # Seconds: for what runs at the end; for /health to say 503.
+_GRACE, _UNHEALTHY = 8, 0.5  # Seconds: for what runs at the end; for /health to say 503.
 # Others would load other models, or run this one on rank 0 alone.
 _ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health"}
 
