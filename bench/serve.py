@@ -44,7 +44,8 @@ BASE = "transformers"
 COLUMNS = ("first, ms", "first p95", "between, ms", "between p95")
 CONDITIONS = {
     "model": decode.CONDITIONS["1.1 B"] + f"; transformers' server has it in {THEIRS}",
-    "work": f"prompts of {PROMPT} tokens, {NEW} new ones; seconds per new token of all requests",
+    "work": f"prompts of {PROMPT} tokens, {NEW} new ones; seconds per new token of all requests; "
+    f"rounds, by requests at once: {ROUNDS}",
 }
 SLOTS = """import sys, time, xllamacpp
 params, slots = xllamacpp.CommonParams(), int(sys.argv[3])
@@ -130,6 +131,5 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     folder, at_once = Path(saved(layers).name), int(case.split()[-3])
     has = [x for x in names if "llama" not in x or importlib.util.find_spec("xllamacpp")]
     servers = {name: Served(name, folder, at_once) for name in has}
-    return Turns(
-        servers, 0, ROUNDS[at_once], lambda _: {name: servers[name].columns() for name in has}
-    )
+    columns = lambda _: {name: server.columns() for name, server in servers.items()}
+    return Turns(servers, 0, ROUNDS[at_once], columns)
