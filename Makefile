@@ -117,8 +117,9 @@ $(DEEPSPEED): $(BUILT) constraints.txt
 	$(PYTHON) -m venv .venv/peers/deepspeed
 	$(BIN)/python -c '$(SITE)' > "$$(.venv/peers/deepspeed/bin/python -c '$(SITE)')/torch.pth"
 	.venv/peers/deepspeed/bin/pip install -q -c constraints.txt setuptools
-	PATH="$(CURDIR)/$(BIN):$$PATH" DS_BUILD_SHM_COMM=1 .venv/peers/deepspeed/bin/pip install -q \
-	  -c constraints.txt --no-build-isolation --no-cache-dir deepspeed && touch $@ \
+	PATH="$(CURDIR)/$(BIN):$$PATH" DS_BUILD_SHM_COMM=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+	  .venv/peers/deepspeed/bin/pip install -q -c constraints.txt --no-build-isolation --no-cache-dir deepspeed \
+	  && touch $@ \
 	  || { rm -rf .venv/peers/deepspeed; echo 'deepspeed cannot be installed here'; }
 
 # One file of its sdist, which is for AVX-512 and not for AVX2, with our glue. SGLang's sources are not
