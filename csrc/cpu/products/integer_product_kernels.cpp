@@ -109,27 +109,12 @@ void product_of_rows(const IntegerPiece& piece, int64_t first) {
       sums[r] =
           zeros == nullptr ? all((kZero - kOffset) * factor) : zeros_times(zeros, kOffset, factor);
     }
-    const auto add = [&](const Bytes& quad, int q) {
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        int32_t four;
-        std::memcpy(&four, x + r * bytes + 4 * q, sizeof(four));
-        sums[r] = add_products<kBits>(sums[r], quad, four);
-      }
-    };
     for (int64_t j = 0; j < least(shape.block, inner); j += kStep) {
 #pragma GCC unroll 8
-      for (int q = 0; q < kQuads * kBits / 8; ++q) {
-        const uint8_t* const source = weights + q * kQuadBytes;
-        __builtin_prefetch(source + piece.ahead, 0, 2);
-        const Bytes quads = load(source);
-        if constexpr (kBits == 8) {
-          add(quads, q);
-        } else {
-          add(low(quads), q);
-          add(high(quads), q + kQuads / 2);
-        }
+      for (int i = 0; i < kStepBytes; i += kQuadBytes) {
+        __builtin_prefetch(weights + i + piece.ahead, 0, 2);
       }
+      StepProducts<kBits, kRows>::add(sums, weights, x, bytes);
       weights += kStepBytes;
       x += kStep;
     }

@@ -32,6 +32,10 @@ To reinterpreted(const From& from) {
   return to;
 }
 
+// Adds the products of a step to the sums of kRows rows, whose values are `bytes` apart.
+template <int kBits, int kRows>
+struct StepProducts;
+
 // ---- a tile's columns ---------------------------------------------------------------------------
 // Integers, Floats: int32 and float32 of 16 columns. Bytes: a quad of each.
 //
@@ -79,7 +83,6 @@ inline void store(float* to, Floats v) { _mm512_storeu_ps(to, v); }
 
 #elif defined(__AVX2__)
 
-constexpr int kMostRows = 2;
 struct Integers {
   __m256i parts[2];
 };
@@ -116,6 +119,7 @@ inline Bytes high(const Bytes& v) {
 
 #if defined(__AVXVNNI__)
 
+constexpr int kMostRows = 2;
 constexpr bool kSignedBytes = false;
 
 template <int kBits>
@@ -130,6 +134,7 @@ inline Integers add_products(const Integers& sums, const Bytes& weights, int32_t
 // maddubs adds two products in 16 bits with saturation: 2 * 128 * 127 fits, 2 * 255 * 127 would
 // not.
 constexpr bool kSignedBytes = true;
+constexpr int kMostRows = 4;
 
 template <int kBits>
 inline Integers add_products(const Integers& sums, const Bytes& weights, int32_t x) {
@@ -144,6 +149,45 @@ inline Integers add_products(const Integers& sums, const Bytes& weights, int32_t
     return _mm256_add_epi32(sums.parts[h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   });
 }
+
+// 16 bits hold all sums of a step of 4 bits: 16 * 15 * 127 is below 2^15.
+template <int kRows>
+struct StepProducts<4, kRows> {
+  static void add(Integers* sums, const uint8_t* weights, const int8_t* x, int64_t bytes) {
+    Integers pairs[kRows];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) pairs[r] = all(0);
+    const auto add_quad = [&](const Bytes& quad, int q) {
+      const int8_t* row = x + 4 * q;
+      // Else GCC keeps what it reads from x on the stack, and adds in an order with more sums.
+      __asm__("" : "+r"(row));
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r, row += bytes) {
+        int32_t four;
+        std::memcpy(&four, row, sizeof(four));
+        const __m256i quads = _mm256_set1_epi32(four);
+        for (int h = 0; h < 2; ++h) {
+          __m256i& sum = pairs[r].parts[h];
+          sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(quad.parts[h], quads));
+          __asm__("" : "+x"(sum));
+        }
+      }
+    };
+#pragma GCC unroll 8
+    for (int q = 0; q < kQuads / 2; ++q) {
+      const Bytes quads = load(weights + q * kQuadBytes);
+      add_quad(low(quads), q);
+      add_quad(high(quads), q + kQuads / 2);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      sums[r] = halves<Integers>([&](int h) {
+        const __m256i wide = _mm256_madd_epi16(pairs[r].parts[h], _mm256_set1_epi16(1));
+        return _mm256_add_epi32(sums[r].parts[h], wide);
+      });
+    }
+  }
+};
 
 #endif
 
@@ -260,6 +304,30 @@ inline Floats add_block(const Floats& total, const Integers& sums, const Floats&
 inline void store(float* to, const Floats& v) { std::memcpy(to, &v, sizeof(v)); }
 
 #endif
+
+template <int kBits, int kRows>
+struct StepProducts {
+  static void add(Integers* sums, const uint8_t* weights, const int8_t* x, int64_t bytes) {
+    const auto add_quad = [&](const Bytes& quad, int q) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        int32_t four;
+        std::memcpy(&four, x + r * bytes + 4 * q, sizeof(four));
+        sums[r] = add_products<kBits>(sums[r], quad, four);
+      }
+    };
+#pragma GCC unroll 8
+    for (int q = 0; q < kQuads * kBits / 8; ++q) {
+      const Bytes quads = load(weights + q * kQuadBytes);
+      if constexpr (kBits == 8) {
+        add_quad(quads, q);
+      } else {
+        add_quad(low(quads), q);
+        add_quad(high(quads), q + kQuads / 2);
+      }
+    }
+  }
+};
 
 // ---- elements -----------------------------------------------------------------------------------
 
