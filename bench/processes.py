@@ -22,8 +22,9 @@ PEERS = {
 }
 # llama.cpp is a package of Node's.
 NODE_PEERS = Path(".venv/peers/node").resolve()
+OPENVINO = Path(".venv/peers/openvino/bin/python").absolute()
 VLLM = Path(".venv/peers/vllm/vllm.so").resolve()  # Its kernels between processes.
-FILES = {"llama.cpp": NODE_PEERS, "vLLM": VLLM}
+FILES = {"llama.cpp": NODE_PEERS, "OpenVINO": OPENVINO, "vLLM": VLLM}
 Serve = Callable[[Callable[..., float]], None]
 
 

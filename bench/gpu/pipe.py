@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from bench.harness import Options, Turns
-from bench.pipeline.train_step import accumulate, piped, token_loss
+from bench.pipeline.train_step import accumulate, piped
 from bench.timing import call_seconds
 from demo.gpt import VOCABULARY, gpt
+from demo.model import token_loss
 from pipekernels import Pipe
 
 STAGES = 4

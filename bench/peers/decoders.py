@@ -1,20 +1,22 @@
-"""Engines that decode on CPUs, llama.cpp and CTranslate2, with a Llama of transformers."""
+"""Engines that decode on CPUs, with a Llama of transformers."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
-from bench.processes import NODE_PEERS, Serve
+from bench.processes import NODE_PEERS, OPENVINO, Serve
 
 THREADS = 2
+ALONE = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # For torch without this package.
 
 
 class Work(NamedTuple):
@@ -94,18 +96,34 @@ def llama_cpp(rank: int, port: int, to: Serve, folder: Path, dtype: Any, kind: s
         write_gguf(folder, Path(file.name), kind)
         program = NODE_PEERS / "llama_cpp.mjs"  # Node looks for packages beside a program.
         program.write_text(Path(__file__).with_name("llama_cpp.mjs").read_text())
-        command = ["node", program, file.name, THREADS, sequences, size]
-        pipe = subprocess.PIPE
-        engine = subprocess.Popen(list(map(str, command)), stdin=pipe, stdout=pipe, text=True)
-        requests, answers = cast("IO[str]", engine.stdin), cast("IO[str]", engine.stdout)
-        assert answers.readline() == "ready\n"
+        generate = by_program(["node", program, file.name, THREADS, sequences, size])
+    serve(generate, to, folder, exact=kind == "f32")
+
+
+def openvino(rank: int, port: int, to: Serve, folder: Path, dtype: Any, kind: str) -> None:
+    """A worker: OpenVINO, with weights that its own converter rounds to ``kind``."""
+    with tempfile.TemporaryDirectory() as own:
+        command = f"export openvino -m {folder} {own} --task text-generation-with-past".split()
+        command += ["--weight-format", kind, "--disable-convert-tokenizer"]
+        subprocess.run([OPENVINO.with_name("optimum-cli"), *command], check=True, env=ALONE)
+        engine = Path(__file__).with_name("openvino_engine.py")
+        generate = by_program([OPENVINO, engine, own, THREADS])
+    serve(generate, to, folder, exact=False)
+
+
+def by_program(command: Sequence[object]) -> Generate:
+    """Generates by a program that reads and writes the lines of ``llama_cpp.mjs``."""
+    pipe = subprocess.PIPE
+    engine = subprocess.Popen(list(map(str, command)), stdin=pipe, stdout=pipe, text=True)
+    requests, answers = cast("IO[str]", engine.stdin), cast("IO[str]", engine.stdout)
+    assert answers.readline() == "ready\n"
 
     def generate(prompts: list[list[int]], new: int) -> Generated:
         print(json.dumps({"prompts": prompts, "new": new}), file=requests, flush=True)
         answer = json.loads(answers.readline())
         return answer["first"] / 1e3, answer["token"] / 1e3, answer["found"]
 
-    serve(generate, to, folder, exact=kind == "f32")
+    return generate
 
 
 def ctranslate2(rank: int, port: int, to: Serve, folder: Path, dtype: Any, kind: str) -> None:

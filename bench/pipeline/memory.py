@@ -21,11 +21,11 @@ from unittest import mock
 import torch
 
 from bench.harness import Options, Turns
-from bench.pipeline.train_step import GPT, SCHEDULES, STAGES, accumulate, byte_gpt, piped
+from bench.pipeline.train_step import GPT, STAGES, accumulate, byte_gpt, piped
 from bench.processes import Processes, Serve
-from bench.report.tables import svg
 
 CHUNKS = (4, 8)
+SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 CHECKPOINTED = "gpipe, checkpointed"
 BASE, WHOLE = "accumulated", "unpiped"
 CANDIDATES = {f"gpt, {chunks} chunks": (BASE, WHOLE, CHECKPOINTED, *SCHEDULES) for chunks in CHUNKS}
@@ -80,17 +80,3 @@ def turns(case: str, names: Sequence[str], options: Options) -> Turns:
     with mock.patch.dict(os.environ, SEPARATE):
         runners = {name: Processes(1, _worker, name, int(case.split()[1])) for name in names}
     return Turns(runners, 1 if options.quick else 3, 2 if options.quick else 9)
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """A bar per schedule, an axis per number of chunks, as an SVG file."""
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    with svg(path, len(cases)) as axes:
-        for axis, case in zip(axes, cases, strict=True):
-            found = [row for row in rows if row["case"] == case]
-            found.sort(key=lambda row: row["median"])
-            names = [row["candidate"].replace(", ", ",\n") for row in found]
-            colours = ["C7" if row["candidate"] in (BASE, WHOLE) else "C0" for row in found]
-            axis.bar(names, [row["median"] / 2**20 for row in found], color=colours)
-            axis.set(title=f"training step, {case}, {STAGES} stages")
-        axes[0].set_ylabel("MiB beyond parameters and gradients")

@@ -1,53 +1,46 @@
-"""Training steps through ``Pipe`` under each schedule against the bare model, on CPU stages.
+"""Training steps of a GPT in two stages under 1F1B, beside one process of two threads.
 
-2 stages, no checkpointing, two intra-op threads. The time is that of forward, loss and
-backward; ``sequential`` is the bare module on the whole batch with one thread, ``two threads`` the
-same with two, as the pipes have. ``autograd`` is ``loss_fn(pipe(x), y).backward()``, the others are
-``pipe.train_step`` under the schedule of that name. Gradients are compared with those of the bare
-module before they are timed.
+The time is that of forward, loss and backward, without checkpointing; gradients are compared with
+those of the whole model first.
+
+* ``accumulated``: the bare model, on the same microbatches in turn; ``whole batch``: all at once.
+* ``pipekernels``, ``Gloo``: a stage in each of two processes of one thread, under torch's
+  ``Schedule1F1B``, on that backend of ``torch.distributed``.
+* ``one process``: ``Pipe.train_step``, both stages in one process of two threads.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from bench.harness import Options, Turns
+from bench.processes import Serve, join, repeated, started
 from demo.gpt import VOCABULARY, gpt
+from demo.model import token_loss
 from pipekernels import Pipe
 
 STAGES = 2
-SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 BLOCKS, HEADS, GPT_WIDTH, CONTEXT, SEQUENCES = 8, 4, 256, 128, 16
-CHUNKS = (2, 4, 8, 16)
-CANDIDATES = {
-    f"gpt, {chunks} chunks": ("sequential", "two threads", "autograd", *SCHEDULES)
-    for chunks in CHUNKS
-}
-QUICK = {"gpt, 8 chunks": ("two threads", "1f1b")}
-BASE = "two threads"
+STEPS = 3  # Of a turn.
+ALONE = ("accumulated", "whole batch", "one process")
+NAMES = (*ALONE, "pipekernels", "Gloo")
+CANDIDATES = {f"gpt, {chunks} chunks": NAMES for chunks in (4, 8, 16)}
+QUICK = {"gpt, 8 chunks": ("accumulated", "pipekernels")}
+BASE = "accumulated"
 GPT = (
     f"byte-level GPT, {BLOCKS} blocks of width {GPT_WIDTH}, {SEQUENCES} x {CONTEXT} bytes, "
     "cross-entropy, float32"
 )
 CONDITIONS = {
     "gpt": GPT,
-    "pipeline": f"{STAGES} stages, no checkpointing, two threads; sequential: one",
-    "timing": "forward, loss and backward, candidates in turn, medians",
+    "timing": "slowest process, candidates in turn, the first step of a turn left out, medians",
 }
-Task = tuple[nn.Sequential, torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]
-AnyTask = tuple[nn.Module, torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]
-
-
-def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean over all bytes of ``[batch, time, vocabulary]`` logits."""
-    return cross_entropy(logits.flatten(0, 1), target.flatten())
+Task = tuple[Any, torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]
 
 
 def byte_gpt() -> Task:
@@ -57,7 +50,7 @@ def byte_gpt() -> Task:
     return gpt(GPT_WIDTH, BLOCKS, HEADS, CONTEXT), x, y, token_loss
 
 
-def accumulate(task: AnyTask, chunks: int) -> torch.Tensor:
+def accumulate(task: Task, chunks: int) -> torch.Tensor:
     """The loss, after a forward and backward of each microbatch in turn: gradient accumulation."""
     (module, x, y, loss_fn), losses = task, []
     for part, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
@@ -65,25 +58,6 @@ def accumulate(task: AnyTask, chunks: int) -> torch.Tensor:
         loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
-
-
-def timed(
-    module: nn.Module,
-    threads: int,
-    step: Callable[[], Any],
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Callable[[], float]:
-    """``step`` with gradients dropped before the clock starts."""
-
-    def run() -> float:
-        torch.set_num_threads(threads)
-        module.zero_grad()
-        begin = clock()
-        step()
-        return clock() - begin
-
-    return run
 
 
 def piped(
@@ -95,29 +69,38 @@ def piped(
     return Pipe(layers, balance, devices=devices, chunks=chunks, **options)
 
 
-def turns(case: str, names: Sequence[str], options: Options) -> Turns:
-    """The bare model, the pipe under autograd, and every schedule; each pipe has a model of its
-    own, and the right gradients."""
-    chunks = int(case.split()[1])
-    module, x, y, loss_fn = byte_gpt()
+def _worker(rank: int, port: int, serve: Serve, case: str, name: str) -> None:
+    chunks, whole, task = int(case.split()[1]), byte_gpt(), byte_gpt()
+    module, x, y, loss_fn = task
+    accumulate(whole, 1)
+    pipe = piped(module, chunks, checkpoint="never")
+    part: nn.Module = module
+    torch.set_num_threads(STAGES)
+    if name not in ALONE:
+        join(name.lower(), rank, STAGES, port)
+        part = pipe.partitions[rank]
+        stage = PipelineStage(part, rank, STAGES, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, chunks, loss_fn=loss_fn)
 
-    def bare() -> None:
-        loss_fn(module(x), y).backward()
-
-    def step(pipe: Pipe, name: Any) -> None:
-        if name == "autograd":
-            loss_fn(pipe(x), y).backward()
+    def step() -> None:
+        part.zero_grad()
+        if name in ("accumulated", "whole batch"):
+            accumulate(task, chunks if name == "accumulated" else 1)
+        elif name == "one process":
+            pipe.train_step(x, y, loss_fn, schedule="1f1b")
+        elif rank:
+            schedule.step(target=y)
         else:
-            pipe.train_step(x, y, loss_fn, schedule=name)
+            schedule.step(x)
 
-    found = {"sequential": timed(module, 1, bare), "two threads": timed(module, STAGES, bare)}
-    found["sequential"]()
-    wanted = [p.grad for p in module.parameters()]
-    for name in [each for each in names if each not in found]:
-        pipe = piped(byte_gpt()[0], chunks, checkpoint="never")
-        found[name] = timed(pipe, STAGES, partial(step, pipe, name))
-        found[name]()
-        gradients = [p.grad for p in pipe.parameters()]
-        torch.testing.assert_close(gradients, wanted, rtol=1e-3, atol=1e-6)
-    warmup, rounds = (2, 4) if options.quick else (3, 24)
-    return Turns({name: found[name] for name in names}, warmup, rounds)
+    step()
+    for key, found in part.named_parameters():
+        wanted = whole[0].get_parameter(key).grad
+        torch.testing.assert_close(found.grad, wanted, rtol=1e-3, atol=1e-6)
+    serve(repeated(step, STEPS))
+
+
+def turns(case: str, names: Sequence[str], options: Options) -> Turns:
+    """Every candidate, in processes of its own."""
+    workers = {name: (1 if name in ALONE else STAGES, _worker, name) for name in NAMES}
+    return Turns(started(workers, names, case), 1, 2 if options.quick else 12)

@@ -45,14 +45,16 @@ LINES = [
       for text, kind in (("FSDP", "FSDP2"), ("DDP", "DDP"))),
     *(Line(f"a token of a {LLAMA} in {bits} bits", "decode", "tensor_parallel",
            TOKEN | {"case": f"1.1 B, int{bits}"}, f"pipekernels, int{bits}, compiled",
-           {f"llama.cpp, {kind}": "llama.cpp", "CTranslate2, int8": "CTranslate2"})
+           {f"llama.cpp, {kind}": "llama.cpp", f"OpenVINO, int{bits}": "OpenVINO",
+            "CTranslate2, int8": "CTranslate2"})
       for bits, kind in ((4, "q4_0"), (8, "q8_0"))),
     Line(f"a token of a {LLAMA} in bfloat16", "decode", "tensor_parallel",
          TOKEN | {"case": "1.1 B, bfloat16"}, "pipekernels, compiled",
          THREADS | {"llama.cpp, bf16": "llama.cpp"}),
     Line(f"a prompt of 512 tokens, {LLAMA} in 8 bits", "decode", "tensor_parallel",
          PROMPT | {"case": "1.1 B, int8"}, "pipekernels, int8, compiled",
-         {"llama.cpp, q8_0": "llama.cpp", "CTranslate2, int8": "CTranslate2"}),
+         {"llama.cpp, q8_0": "llama.cpp", "OpenVINO, int8": "OpenVINO",
+          "CTranslate2, int8": "CTranslate2"}),
     Line(f"16 requests at once, {LLAMA} in 8 bits", "serve", "tensor_parallel",
          {"case": "int8, 16 at once"}, "pipekernels, int8",
          {"transformers": "transformers' server", "llama.cpp, q8_0": "llama.cpp's server"}),
@@ -60,8 +62,8 @@ LINES = [
          "pipekernels", THREADS | {"DTensor, Gloo": "DTensor on Gloo"}),
     Line("memory of a GPT's step, 2 stages in one process", "memory", "pipes",
          {"case": "gpt, 8 chunks"}, "1f1b", {"accumulated": "gradient accumulation"}),
-    Line("a GPT's step, 2 stages in one process", "train_step", "pipes", {"case": "gpt, 8 chunks"},
-         "1f1b", THREADS),
+    Line("a GPT's step, 2 stages in processes", "train_step", "pipes", {"case": "gpt, 8 chunks"},
+         "pipekernels", {"accumulated": "one process of two threads", "Gloo": "Gloo"}),
 ]  # fmt: skip
 
 
@@ -118,11 +120,8 @@ def digits(figure: float) -> str:
 def machines() -> str:
     """What the tables are about."""
     names = sorted({name for each in ratios() for by in each.values() for name in by})
-    known: dict[str, str] = {}
-    for line in LINES:
-        for record in records.load(line.name):
-            machine = record["machine"]
-            known[records.machine_name(machine)] = records.common_name(machine)
+    every = [record["machine"] for line in LINES for record in records.load(line.name)]
+    known = {records.machine_name(machine): records.common_name(machine) for machine in every}
     return f"Measured on 2 cores of {', '.join(known[name] for name in names)}."
 
 
