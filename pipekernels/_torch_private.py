@@ -63,6 +63,7 @@ __all__ = [
     "tree_map_only",
     "treespec_dumps",
     "treespec_loads",
+    "vary_size",
 ]
 
 # ---- autograd ----
@@ -198,6 +199,13 @@ def guarding_hooks(recompile_limit: int) -> contextlib.AbstractContextManager[No
     options = {"skip_nnmodule_hook_guards": False, "recompile_limit": recompile_limit}
     context: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(options)
     return context
+
+
+def vary_size(tensor: Tensor, dim: int) -> None:
+    """Let ``torch.compile`` take this size of a tensor as a variable."""
+    import torch._dynamo
+
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def refusals() -> tuple[type[Exception], ...]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -32,11 +32,13 @@ from pipekernels._torch_private import (
     has_global_hooks,
     inductor,
     refusals,
+    vary_size,
 )
 from pipekernels.huggingface.decoder_graph import Memory, decompose_attention, join_products
 from pipekernels.tensor_parallel.full_layer import set_attribute
 
 _log = logging.getLogger(__name__)
+_KEYS = 64  # Attention is over a multiple of so many keys.
 _PROGRAMS = 64  # The most that layers of a model have: kinds of layers times sizes of batches.
 _MODES = "greedy_search", "sample", "beam_search", "beam_sample"
 
@@ -58,7 +60,7 @@ def compile_decoding(model: nn.Module, max_length: int | None = None) -> nn.Modu
     Args:
         model: a transformers decoder, sharded or not. Every rank calls this.
         max_length: tokens, prompt included, that fit into the cache. A longer text, or another
-            batch size, compiles once more. Each step attends to the whole cache.
+            batch size, compiles once more. Each step attends to the keys so far.
 
     Returns:
         ``model``.
@@ -182,6 +184,22 @@ class _Call:
     def __init__(self) -> None:
         self.cache: Any = None
         self.is_eager = False
+        self._masks: tuple[Any, Any] = None, None
+
+    def masks(self, layer: Any, values: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
+        """The mask of all keys of a layer of the cache, among ``values``, and its part for those
+        that are there, with this token's: a multiple of :data:`_KEYS`, which one program takes.
+        None, if another tensor (Bloom's biases) has a value for each key, too."""
+        length = layer.max_cache_len
+        whole = [x for x in values if isinstance(x, Tensor) and x.shape[-1:] == (length,)]
+        if layer.is_sliding or [x.dim() for x in whole] != [4]:
+            return None, None
+        end = min(length, (int(layer.get_seq_length()) // _KEYS + 1) * _KEYS)
+        if whole[0] is not self._masks[0] or end != self._masks[1].shape[-1]:
+            part = whole[0][..., :end]
+            vary_size(part, 3)
+            self._masks = whole[0], part
+        return self._masks
 
     def empty(self) -> set[int]:
         """The layers of the cache that the first pass has not reached yet."""
@@ -190,13 +208,22 @@ class _Call:
 
 
 class _OwnCache:
-    """The part of a cache that one attention layer needs."""
+    """The part of a cache that one attention layer needs, as long as its mask.
+
+    Attributes:
+        mask: of the keys that are attended to; None: of all.
+    """
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
+        self.mask: Tensor | None = None
 
     def update(self, keys: Tensor, values: Tensor, _: int, *args: Any, **kwargs: Any) -> Any:
-        return self.layer.update(keys, values, *args, **kwargs)
+        keys, values = self.layer.update(keys, values, *args, **kwargs)
+        if self.mask is None:
+            return keys, values
+        length = self.mask.shape[-1]
+        return keys[:, :, :length], values[:, :, :length]
 
 
 _CONSTANTS = bool, int, float, str, torch.dtype, torch.device, type(None), _OwnCache
@@ -219,8 +246,10 @@ class _Step:
             return self._run_eagerly(args, kwargs)
         cache = self._call.cache
         own = self._own = self._own or _OwnCache(cache.layers[next(iter(self._indices))])
-        own_args = tuple(own if value is cache else value for value in args)
-        own_kwargs = {key: own if value is cache else value for key, value in kwargs.items()}
+        mask, own.mask = self._call.masks(own.layer, [*args, *kwargs.values()])
+        replaced: dict[int, Any] = {id(cache): own} | ({} if mask is None else {id(mask): own.mask})
+        own_args = tuple(replaced.get(id(value), value) for value in args)
+        own_kwargs = {key: replaced.get(id(value), value) for key, value in kwargs.items()}
         arguments = self._memory.layer, own_args, own_kwargs
         likeness = _likeness((*own_args, *own_kwargs, *own_kwargs.values()))
         program = self._replays.get(likeness)

@@ -27,6 +27,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
     torch._dynamo.reset()
     counter = CompileCounter()
     monkeypatch.setattr(decoding, "inductor", lambda graph, inputs, _: counter(graph, inputs))
+    monkeypatch.setattr(decoding, "_KEYS", 8)  # Texts of tests are short.
     return counter
 
 
