@@ -17,7 +17,7 @@ from support.models import assert_close_to_largest, model_of, tokens
 from support.reference import gamma
 from torch import nn
 
-from pipekernels.huggingface import compile_decoding
+from pipekernels.huggingface import compile_decoding, decoding
 from pipekernels.tensor_parallel import tensor_unparallelize
 
 peft = pytest.importorskip("peft")
@@ -30,6 +30,11 @@ Change = Callable[[Any], Any]
 # Of float32, in which models compute norms and generate() returns logits: two layers have eight
 # products each, of at most 48 terms.
 BOUND = gamma(2 * 8 * 48, 2**-24)
+
+
+@pytest.fixture(autouse=True)
+def texts_pass_a_multiple_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_KEYS", 8)
 
 
 def layers_of(model: Any) -> Any:
