@@ -25,7 +25,6 @@ CPU = {
     "collectives": "bench.collectives",
     "decode": "bench.decode",
     "engine": "bench.pipeline.engine",
-    "invariant": "bench.invariant",
     "memory": "bench.pipeline.memory",
     "micro_batch": "bench.micro_batch",
     "serve": "bench.serve",

@@ -4,7 +4,8 @@ An MLP, Linear + GELU + Linear, whose first layer is column-parallel and whose s
 row-parallel: one all-reduce forward and one backward. Input and output are replicated.
 
 * ``one thread``, ``two threads``: the bare module in one process.
-* ``pipekernels``: ``tensor_parallelize`` on two processes of one thread each, as all below.
+* ``pipekernels``: ``tensor_parallelize`` on two processes of one thread each, as all below;
+  ``invariant``: with bits that do not depend on the number of ranks.
 * ``DTensor``: ``torch.distributed.tensor.parallel`` on Gloo; then the same program on the
   ``torch.distributed`` backend ``pipekernels``.
 """
@@ -29,7 +30,8 @@ CASES = {  # rows, whether there is a backward, steps per turn
     "256 rows, forward and backward": (256, True, 2),
 }
 DTENSORS = ("DTensor, Gloo", "DTensor, backend pipekernels")
-CANDIDATES = dict.fromkeys(CASES, ("one thread", "two threads", "pipekernels", *DTENSORS))
+OURS = ("pipekernels", "pipekernels, invariant")
+CANDIDATES = dict.fromkeys(CASES, ("one thread", "two threads", *OURS, *DTENSORS))
 QUICK = {"16 rows, forward": ("one thread", "two threads", "pipekernels", "DTensor, Gloo")}
 BASE = "two threads"
 CONDITIONS = {
@@ -81,14 +83,14 @@ def _bare(rank: int, port: int, serve: Serve, case: str, threads: int) -> None:
     serve_steps(build(), case, serve, threads)
 
 
-def _pipekernels(rank: int, port: int, serve: Serve, case: str) -> None:
+def _pipekernels(rank: int, port: int, serve: Serve, case: str, invariant: bool) -> None:
     from pipekernels import Communicator
     from pipekernels.tensor_parallel import tensor_parallelize
 
     join("gloo", rank, RANKS, port)
     with Communicator.from_process_group() as comm:
         module = build()
-        tensor_parallelize(module, {"0": "column", "2": "row"}, comm)
+        tensor_parallelize(module, {"0": "column", "2": "row"}, comm, invariant=invariant)
         serve_steps(module, case, serve)
 
 
@@ -109,7 +111,8 @@ def _dtensor(rank: int, port: int, serve: Serve, case: str, backend: str) -> Non
 WORKERS: dict[str, tuple[Any, ...]] = {
     "one thread": (1, _bare, 1),
     "two threads": (1, _bare, RANKS),
-    "pipekernels": (RANKS, _pipekernels),
+    "pipekernels": (RANKS, _pipekernels, False),
+    "pipekernels, invariant": (RANKS, _pipekernels, True),
     "DTensor, Gloo": (RANKS, _dtensor, "gloo"),
     "DTensor, backend pipekernels": (RANKS, _dtensor, "pipekernels"),
 }

@@ -201,7 +201,7 @@ class P2PChannel:
 
 # ---- collectives on CUDA ----
 # They exist if build_info()["cuda"]. Every call names the stream, and whether its thread may wait
-# for those of other ranks.
+# for other ranks' streams.
 
 def has_nvlink(a: int, b: int, /) -> bool: ...
 

@@ -242,8 +242,8 @@ dispatch_mode_count = torch._C._len_torch_dispatch_stack
 
 @contextlib.contextmanager
 def below_modes(mode: TorchDispatchMode) -> Iterator[None]:
-    """Has ``mode`` called last of the dispatch modes, but for torch's own, such as that of fake
-    tensors, which come after all others."""
+    """Has ``mode`` called last of the dispatch modes, but for torch's own, such as
+    ``FakeTensorMode``, which come after all others."""
     stack = _python_dispatch._get_current_dispatch_mode_stack()
     count = sum(getattr(each, "_mode_key", None) is None for each in stack)
     above = [_python_dispatch._pop_mode() for _ in range(count)][::-1]

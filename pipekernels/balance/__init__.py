@@ -72,7 +72,7 @@ def balance_by_size(
         input: a mini-batch: a tensor ``[batch, ...]`` or a tuple, list or dict of them.
         chunks: the number of microbatches into which it will be cut.
         param_scale: memory for a parameter, its gradient and optimizer state, in sizes of the
-            parameter: :doc:`/guides/pipe` has those of torch's optimizers.
+            parameter: :doc:`/guides/pipe` has the sizes for torch's optimizers.
         device: where to measure. Default: the current CUDA device; the CPU where there is none.
 
     Raises:

@@ -82,7 +82,7 @@ def measure_bytes(module: nn.Sequential, sample: Any, device: torch.device) -> l
     """What every layer keeps for its backward of the microbatch ``sample``: the storages that its
     graph alone keeps alive, without ``sample``. A storage is counted once, for the first layer that
     keeps it, and a skip as made by the layer that pops it."""
-    # For each input of the next layer, whether it is counted. The caller keeps those of the first.
+    # Whether each input of the next layer is counted. The caller keeps the first layer's inputs.
     are_counted: Iterable[bool] = repeat(True)
 
     def kept_bytes(layer: nn.Module, inputs: list[Values]) -> tuple[int, Values]:

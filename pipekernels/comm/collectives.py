@@ -111,7 +111,7 @@ class Collectives:
             op: ``'sum'``, ``'avg'`` (of floating-point types), ``'max'`` or ``'min'`` (NaN where a
                 rank has NaN). Sums of integers wrap around.
             algorithm: ``'one_shot'``: every rank reads all tensors. ``'two_shot'``: every rank
-                reduces its slice and collects those of its peers. ``'ring'``: chunks travel from
+                reduces its slice and collects its peers' slices. ``'ring'``: chunks travel from
                 neighbour to neighbour. ``'auto'``: one of the first two, by size. The result does
                 not depend on it. Ignored over several hosts.
             order: of the terms of floating-point sums: ``'rank'``, ``((x0 + x1) + x2) + x3``, or
@@ -277,7 +277,7 @@ class Collectives:
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
         """Store what :meth:`send` of rank ``src`` sends, by default of any rank, in ``tensor``.
 
-        Arguments and errors are those of :meth:`send`.
+        Arguments and errors as for :meth:`send`.
 
         Returns:
             The rank that has sent.

@@ -112,9 +112,9 @@ class Communicator(Collectives):
 
         Args:
             group: the default group if ``None``. Over several hosts its engine runs collectives of
-                CUDA tensors; those of CPU tensors run on a new Gloo group.
+                CUDA tensors; collectives of CPU tensors run on a new Gloo group.
             timeout: seconds that this rank waits for the others in each later call. Default: 30, or
-                that of ``group`` where CUDA can be used.
+                the timeout of ``group`` where CUDA can be used.
             device_blocks: the most thread blocks of a collective on CUDA, up to 64, the same on all
                 ranks; see :doc:`/guides/cuda`.
 

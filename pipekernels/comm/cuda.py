@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _VARIABLE = "PIPEKERNELS_SYMMETRIC_BYTES"
 _DEFAULT = 1 << 30
 MOST_BLOCKS = 64  # Thread blocks of a collective, as kMaxDeviceBlocks of the extension.
-DEFAULT_BLOCKS = 54  # So that those of two communicators are resident together on an A100.
+DEFAULT_BLOCKS = 54  # So that two communicators' blocks are resident together on an A100.
 
 
 def symmetric_bytes() -> int:
@@ -125,7 +125,7 @@ class CudaBackend(NativeBackend):
 
     @disable_dynamo  # Which would trace the stream as an object.
     def _caller(self) -> tuple[int, bool]:
-        """The current stream, and whether this thread may wait for those of other ranks."""
+        """The current stream, and whether this thread may wait for other ranks' streams."""
         assert current_raw_stream is not None  # As this build of torch has CUDA.
         return current_raw_stream(self.device.index), _may_meet()
 
@@ -174,7 +174,7 @@ def over_links(
         return backend
     backend.close(abort=False)
     if group is not None and has_nccl:
-        _log.warning("%s: collectives on CUDA are those of NCCL", problem)
+        _log.warning("%s: collectives on CUDA run on NCCL", problem)
         return ProcessGroupBackend(group, backend.device, hosts=1)
     raise RuntimeError(
         f"{problem}; turn off the IOMMU or PCI access control (ACS), or make the communicator by "

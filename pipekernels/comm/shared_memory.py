@@ -1,4 +1,4 @@
-"""A rank's backend for CPU tensors, over shared memory, and what those of devices share."""
+"""A rank's backend for CPU tensors, over shared memory, and what backends of devices share."""
 
 from __future__ import annotations
 

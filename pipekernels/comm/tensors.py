@@ -39,8 +39,8 @@ def check_dense(tensor: Tensor) -> None:
 
 
 def to_dense(tensor: Tensor) -> Tensor:
-    """``tensor`` itself if it is contiguous and neither conjugate nor negative, else such a copy;
-    errors as of :func:`check_dense`."""
+    """``tensor`` itself if it is contiguous and neither conjugate nor negative, else a copy that
+    is. Raises what :func:`check_dense` does."""
     check_dense(tensor)
     if tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
         return tensor
@@ -132,7 +132,7 @@ def allocated(
 
 
 def elements_of(dense: Tensor) -> tuple[int, int]:
-    """Number of elements and code of the dtype; for a dtype without a code, those of the bytes."""
+    """Number of elements and code of the dtype; for a dtype without a code, of the bytes."""
     movable = codes().movable
     code = movable.get(dense.dtype)
     if code is None:
@@ -161,7 +161,7 @@ def check_root(src: int, world_size: int, name: str = "src") -> None:
 
 def parts_of(dense: Tensor, sizes: Sequence[int] | None, ranks: int) -> Sequence[Tensor]:
     """The rows of ``dense`` for each of ``ranks``: ``sizes``, or equally many for ``None``.
-    ValueError if the sizes are not those of ``dense``."""
+    ValueError if the sizes do not add up to ``dense``."""
     rows = dense.shape[0]
     if sizes is None:
         sizes = [rows // ranks] * ranks

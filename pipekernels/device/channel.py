@@ -2,8 +2,8 @@
 
 The extension issues them, in the order in which they are sent, on streams of their own, which wait
 only for the source and for free memory at the target; it owns streams, events and pinned memory
-(``csrc/include/pipekernels/p2p_copy/p2p_copy.h``). It knows streams by handles; that of default
-streams is 0, and so is the CPU's. This module says who owns which memory, and for how long:
+(``csrc/include/pipekernels/p2p_copy/p2p_copy.h``). It knows streams by handles: 0 for default
+streams, and for the CPU. This module says who owns which memory, and for how long:
 
 *Sources* were allocated on the source's computing stream. The channel refers to them until the next
 copy is sent; then it makes that stream wait for the copy, and drops them. So one source can be read

@@ -17,7 +17,7 @@ accelerator: use ``new_group``.
 
 Asynchronous calls run one after another: small ones where they are made, if all peers come within
 20 us, the others on a thread of the group. A lost rank ends the group: its
-errors are those of a communicator (:class:`pipekernels.PeerError`, ``TimeoutError``); if torch
+errors are a communicator's (:class:`pipekernels.PeerError`, ``TimeoutError``); if torch
 waits in C++, as in DDP, they arrive as a ``RuntimeError`` that quotes them.
 
 With ``init_process_group("cpu:pipekernels,cuda:nccl")`` collectives of CUDA tensors run on a second

@@ -4,7 +4,7 @@ Most are calls of the extension. The others are announced first, so that ranks t
 calls find out. Then every rank gathers the tensors of all and reduces them in rank order:
 8-bit floats in float32, averages of integers in int64, cut off towards zero, as NCCL does.
 
-Tensors are contiguous; those of reductions have one dimension.
+Tensors are contiguous; tensors of reductions have one dimension.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ class Group(dist.ProcessGroup):
             self._group_of(device)._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """On CPUs the calls in between have begun one by one; the work is that of the last."""
+        """On CPUs the calls in between have begun one by one; returns the work of the last one."""
         if device.type == "cpu":
             return Work(self._last, [])
         return self._group_of(device)._end_coalescing(device)

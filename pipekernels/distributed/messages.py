@@ -43,7 +43,7 @@ class MessageWork(dist.Work):
         self._dropped = dropped
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Wait for the message; raise its error. A timeout of 0 means that of the group."""
+        """Wait for the message; raise its error. A timeout of 0 means the group's."""
         if not self._message.wait(timeout.total_seconds() or None):
             raise TimeoutError(f"the message has not ended within {timeout}")
         self._conclude()
@@ -85,8 +85,8 @@ def point_to_point(name: str) -> Callable[..., dist.Work]:
             if message is not None:
                 return MessageWork(message, tensor, None, self._dropped)
         if not tensor.is_cpu:
-            # Torch joins the calls of batch_isend_irecv only in a group of one backend; those of
-            # NCCL might wait for each other elsewhere.
+            # Torch joins the calls of batch_isend_irecv only in a group of one backend; elsewhere
+            # NCCL's calls might wait for each other.
             raise NotImplementedError(
                 f"{name} of a tensor on {tensor.device} needs a group of that device's backend "
                 "alone; make one, as by new_group(backend='nccl')"

@@ -58,7 +58,7 @@ def init_continuous_batching(
             f"of {type(model).__name__} are threads or have no default group; start it by "
             "pipekernels run, and use Communicator.from_process_group()"
         )
-    # This rank's heads are those of the configuration that the cache is made of.
+    # The cache is made of a configuration, which gets this rank's numbers of heads.
     own = copy.deepcopy(model.config.get_text_config())
     own.num_key_value_heads = _key_heads(model, own)
     transformers: Any = sys.modules["transformers"]

@@ -73,8 +73,8 @@ def _tensors(folder: Path) -> dict[str, Source]:
 
 
 def _files_in(folder: Path) -> list[str]:
-    """The files of the weights that ``from_pretrained`` takes, in its order: a tensor is that of
-    the last file that has it, wherever an index has it."""
+    """The files of the weights that ``from_pretrained`` takes, in its order: a tensor is read
+    from the last file that has it, wherever an index has it."""
     chosen = _fields(folder / "config.json").get("transformers_weights")
     shards = [] if chosen else sorted(path.name for path in folder.glob(_DISTRIBUTED))
     present = (name for name in (_SINGLE, _INDEX) if (folder / name).is_file())

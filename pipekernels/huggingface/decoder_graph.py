@@ -92,7 +92,7 @@ def _fit(
 
 
 class Memory:
-    """Holds a layer's tensors in huge pages, where the system has them, and those of a group one
+    """Holds a layer's tensors in huge pages, where the system has them, and a group's tensors one
     after another. Products then read their weights up to 1.2 times as fast."""
 
     def __init__(self, layer: nn.Module) -> None:

@@ -50,8 +50,8 @@ def compile_decoding(model: nn.Module, max_length: int | None = None) -> nn.Modu
     The compiled layers process one new token per sequence, without gradients; everything else,
     such as the prompt, runs as before. The first token waits for the compiler, tens of seconds on a
     cold disk cache (``TORCHINDUCTOR_CACHE_DIR``), and so does the first token after layers change.
-    Tokens equal those of the uncompiled model, up to rounding. Changes of the model are seen by the
-    next call of ``generate``. Calls whose layers cannot be compiled run as before: the log says
+    Tokens equal the uncompiled model's, up to rounding. The next call of ``generate`` sees changes
+    of the model. Calls whose layers cannot be compiled run as before: the log says
     why.
 
     A call that is given a cache, or ``cache_implementation``, runs as before, too.

@@ -196,7 +196,7 @@ class _Target(NamedTuple):
         return None
 
     def problem(self, source: Source | None) -> str | None:
-        """Why the value cannot be that of ``source``, if there is one."""
+        """Why the value cannot be read from ``source``, if there is one."""
         name, tensor = self.names[0], self.tensor
         if source is None:
             return f"they lack {name!r}"

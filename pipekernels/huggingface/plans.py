@@ -60,7 +60,7 @@ class Transformers(PlanProvider):
 
 
 def _plan_of(model: Any) -> ShardingPlan | None:
-    """The plan without those of towers. Raises ValueError if none can be right."""
+    """The plan without the towers' plans. Raises ValueError if none can be right."""
     config: Any = getattr(model, "config", None)
     if unfit := _why_unfit(config):
         raise ValueError(
@@ -108,8 +108,8 @@ def _joined(plan: ShardingPlan, other: ShardingPlan, prefix: str = "") -> Shardi
 
 
 def _with_towers(model: nn.Module, plan: ShardingPlan, world_size: int) -> ShardingPlan:
-    """``plan``, with those of the models inside ``model`` of which it names nothing. A tower with
-    fewer heads than ranks stays whole."""
+    """``plan``, with the plans of the models inside ``model`` that it does not cover (a vision
+    tower). A tower with fewer heads than ranks stays whole."""
     planned = set(plan.kinds)
     for name, module in model.named_modules():
         prefix = f"{name}."
@@ -174,7 +174,7 @@ def _counts(attention: nn.Module, config: Any) -> Heads:
     features = getattr(getattr(layer, "linear", layer), "out_features", None)
     if isinstance(groups, int) and isinstance(size, int) and isinstance(features, int):
         return features // size * groups, features // size
-    # Else from its configuration, or from that of the model.
+    # Else from its configuration, or from the model's.
     config = own.get("config", config)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     fields = [source.get(field) for source in (own, config.to_dict()) for field in _COUNTS]
@@ -188,5 +188,5 @@ def _why_unfit(config: Any) -> str:
     if model_type == "doge":
         return "its mask of attention has all heads, of which the carried plan shards the queries'"
     if model_type == "zaya":
-        return "it names layers of the router like those of an MLP"
+        return "it names layers of the router like layers of an MLP"
     return ""

@@ -51,7 +51,7 @@ class Sampler(cb_logits_processors.ContinuousBatchingLogitsProcessorList):  # ty
         return arg_storage
 
     def __call__(self, input_ids: Any, scores: torch.Tensor, args: Any) -> torch.Tensor:
-        # Of [batch, vocabulary]; behind those of the requests that get a token, rows of no meaning.
+        # [batch, vocabulary]: a row for each request that gets a token, then rows of no meaning.
         for row, state in zip(scores, self._states, strict=False):
             asked = state.logit_processor_kwargs
             tokens = state.initial_tokens + state.generated_tokens

@@ -54,8 +54,8 @@ def adapt_accelerator(accelerator: Any, model: nn.Module) -> None:
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
         if _with_gradients(given) != _with_gradients(model.parameters()):
             raise ValueError(
-                f"clip_grad_norm_ got {len(given)} parameters, not those of the model that the "
-                "Accelerator was adapted to; pass model.parameters()"
+                f"clip_grad_norm_ got {len(given)} parameters, not the parameters of the model "
+                "that the Accelerator was adapted to; pass model.parameters()"
             )
         return clip_grad_norm_(model, max_norm, norm_type)
 
@@ -140,7 +140,7 @@ class TrainerMixin:
         ShardedTrainer(model, TrainingArguments(...), train_dataset=...).train()
 
     All ranks get the same batches, of ``per_device_train_batch_size`` samples, and clip by the norm
-    of the full gradients. Checkpoints are those of one process, with full weights and optimizer
+    of the full gradients. Checkpoints are like one process's, with full weights and optimizer
     state: training resumes from them on any number of ranks, and with ``Trainer`` alone.
 
     Raises:
@@ -179,7 +179,7 @@ class TrainerMixin:
     def _track_num_input_tokens(self, inputs: Any) -> None:
         base: Any = super()
         before = self.state.num_input_tokens_seen
-        base._track_num_input_tokens(inputs)  # Adds those of all ranks, which have the same.
+        base._track_num_input_tokens(inputs)  # Adds all ranks' tokens, which are the same.
         added = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + added // self.get_tp_size()
 

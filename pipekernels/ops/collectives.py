@@ -2,7 +2,7 @@
 
 Each one is a registered operation (schema, fake, autograd) that takes its communicator as an
 integer handle, so it traces under ``torch.compile(fullgraph=True)``. No result aliases an input.
-Arguments and errors are those of :class:`pipekernels.Communicator`'s collectives. Results of
+Arguments and errors as for :class:`pipekernels.Communicator`'s collectives. Results of
 :func:`all_reduce` and :func:`broadcast` are symmetric, see :meth:`pipekernels.Communicator.empty`.
 
 Autograd convention: the loss is the *sum* of the losses of all ranks, and every rank obtains the

@@ -68,7 +68,7 @@ def _copy(tensors: list[Tensor], device: torch.device, backward: bool) -> list[T
         sent, pending = way.send([tensors[i] for i in group], snapshot=True)
         pending.wait()
         if backward and source.type == "cpu":
-            way.settle()  # A gradient may become that of a parameter, which others overwrite.
+            way.settle()  # A parameter may keep it as its gradient, which others overwrite.
         copies.update(zip(group, sent, strict=True))
     return [copies[i] for i in range(len(tensors))]
 

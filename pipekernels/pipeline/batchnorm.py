@@ -29,7 +29,7 @@ class DeferredBatchNorm(BatchNormBase):
     Inputs: ``[N, C, ...]``, floating point.
 
     Args:
-        args, kwargs: those of ``nn.BatchNorm1d``.
+        args, kwargs: as for ``nn.BatchNorm1d``.
         chunks: number of microbatches of a mini-batch.
     """
 

@@ -40,8 +40,8 @@ def move_to_device(data: Any, device: DeviceLike) -> Any:
     Tuples, lists, dicts and other containers that torch's pytree knows are rebuilt with the copies.
     Objects with a ``to`` method (``PackedSequence``, Hugging Face's ``BatchEncoding``) are moved by
     it. Other objects, and modules, are returned unchanged: register your own classes, such as
-    dataclasses, by ``torch.utils._pytree.register_pytree_node``. Copies to and from CUDA devices
-    are those of :func:`pipekernels.ops.p2p_copy`.
+    dataclasses, by ``torch.utils._pytree.register_pytree_node``. Tensors go to and from CUDA
+    devices by :func:`pipekernels.ops.p2p_copy`.
 
     Raises:
         TypeError: ``device`` is not one; see :func:`get_device`.
@@ -191,8 +191,8 @@ def _placed(
     for name in mapped:
         if name not in modules:
             raise ValueError(
-                f"module_to_device names {name!r}, and the model has no such module; names are "
-                "those of model.named_modules(), and '' is the model itself"
+                f"module_to_device names {name!r}, and the model has no such module; take "
+                "names from model.named_modules(); '' is the model itself"
             )
     mapped = dict(mapped)
     computing: dict[str, torch.device | None] = {}

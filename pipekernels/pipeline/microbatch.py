@@ -19,7 +19,7 @@ _sizes = lru_cache(maxsize=256)(micro_batch_sizes)  # The lists are not changed.
 
 @dataclass(slots=True)
 class Activation:
-    """Tensors of one microbatch that go from stage to stage: those of a value, then the skips.
+    """Tensors of one microbatch that go from stage to stage: a value's, then the skips.
     They are detached from the graph of the stage that made them."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -124,7 +124,7 @@ class Scatter:
         return Activation(part, self._wants_grad, structure)
 
     def joined(self, grads: Sequence[Grads]) -> Grads:
-        """The gradients of the whole tensors, from those of the microbatches; without any, None
+        """The gradients of the whole tensors, joined from the microbatches'; without any, None
         for a tensor."""
         result: list[torch.Tensor | None] = [None] * len(self._wants_grad)
         for i in [i for i, wants in enumerate(self._wants_grad) if wants]:
@@ -168,7 +168,7 @@ class OutputConsumer(Protocol):
     """Receives the last stage's outputs and returns their gradients."""
 
     parameter_grads: dict[int, torch.Tensor]
-    """Gradients of parameters besides those of the stages, by id of the parameter."""
+    """Gradients of parameters that no stage has, by id of the parameter."""
 
     def collect(self, m: int, outputs: Activation) -> None:
         """Take the outputs of microbatch ``m``."""

@@ -1,6 +1,6 @@
 """Separates values passed between layers into their tensors and the structure around these.
 
-Containers are those of torch's pytree: tuples, named tuples, lists, dicts, and classes that are
+Containers are torch's pytree nodes: tuples, named tuples, lists, dicts, and classes that are
 registered there, such as the model outputs of Hugging Face. All other objects are leaves.
 """
 
@@ -163,7 +163,7 @@ def _tuple_of(count: int) -> Structure:
 
 
 def merged(structures: Sequence[Structure]) -> Structure:
-    """The structure of a mini-batch's value from those of its microbatches, of the same layout: a
+    """The structure of a mini-batch's value from its microbatches' structures, of one layout: a
     leaf that is not a tensor becomes a list with an entry per microbatch, but None stays None."""
     if structures[0] is SINGLE_TENSOR:
         return SINGLE_TENSOR
@@ -221,7 +221,7 @@ def _check_leaf(leaf: Any, what: str) -> None:
 
 
 def _holds_tensors(leaf: Any) -> bool:
-    """Whether a dict or a dataclass has tensors; those of options have none."""
+    """Whether a dict or a dataclass has tensors; one of options has none."""
     if isinstance(leaf, dict):
         entries = list(leaf.values())
     elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):

@@ -54,7 +54,7 @@ class Pipe(nn.Module):
     threads, ranks, ``torch.compile`` and FSDP2.
 
     A recomputation repeats the random numbers that its forward drew from torch's default
-    generators, as under ``torch.utils.checkpoint``, but not those of ``random``, NumPy or others.
+    generators, as under ``torch.utils.checkpoint``, but none from ``random``, NumPy or others.
 
     Args:
         module: the layers. Every layer takes what the one before returns: a tensor, or a tuple,
@@ -212,7 +212,7 @@ class Pipe(nn.Module):
         if fsdp is not None and isinstance(self, fsdp.FSDPModule):
             raise RuntimeError(
                 "FSDP shards this pipe, and gathers parameters and reduces gradients for "
-                "pipe(input) and its backward, not those of train_step; use loss_fn(pipe(input), "
+                "pipe(input) and its backward, not for train_step; use loss_fn(pipe(input), "
                 "target).backward()"
             )
         if not self.partitions:

@@ -119,7 +119,7 @@ def _layers_of(stage: PipelineStage) -> list[nn.Module]:
 
 
 def _devices(stages: Sequence[PipelineStage]) -> list[torch.device]:
-    """The device of each stage: of its tensors, or else that of the stage before."""
+    """The device of each stage: of its tensors, or else of the stage before."""
     own = [{tensor.device for tensor in chain(s.parameters(), s.buffers())} for s in stages]
     for stage, devices in zip(stages, own, strict=True):
         if len(devices) > 1:

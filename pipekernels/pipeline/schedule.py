@@ -20,7 +20,7 @@ class Action(NamedTuple):
     """One unit of work on one microbatch in one stage.
 
     ``F``: forward. ``B``: backward. ``I`` and ``W``: the backward in two parts, first the gradients
-    of the stage's inputs, then those of its parameters.
+    of the stage's inputs, then of its parameters.
     """
 
     type: ActionType

@@ -81,8 +81,8 @@ class Timeline:
     def recorded(
         self, program: Program, clocks: Sequence[Callable[[], Mark]]
     ) -> Iterator[Callable[[Action], AbstractContextManager[None]]]:
-        """Yield what makes, of each action of ``program``, a context that records it; ``clocks``
-        are those of the stages."""
+        """Yield what makes, of each action of ``program``, a context that records it. ``clocks``:
+        one per stage."""
         events: list[Event] = []
         self.phases.append(Phase(program, events))
         marks: list[tuple[Action, Mark, Mark]] = []

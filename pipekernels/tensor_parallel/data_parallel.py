@@ -15,7 +15,7 @@ from pipekernels.comm import Communicator
 
 def check_data_parallel(comm: Communicator) -> None:
     """Raise RuntimeError if the DistributedDataParallel that runs averages over all ranks of the
-    job, and so over those of ``comm``: it has overwritten their shards with those of one."""
+    job, and so over the ranks of ``comm``: it has overwritten their shards with one rank's."""
     ddp = None if torch.compiler.is_compiling() else active_ddp()
     if ddp is None or comm.world_size == 1:
         return

@@ -11,7 +11,7 @@ A rank multiplies each token by the experts to which it is routed:
 shapes             inside                                    expert parallel
 =================  ========================================  =============================
 hidden states      ``[T, H]``                                ``[T, H]``
-routing            ``[T, K]``                                ``[T, K]``, those of others left out
+routing            ``[T, K]``                                ``[T, K]``, other ranks' left out
 first product      ``[E, 2 I / R, H]``: ``[T K, 2 I / R]``   ``[E / R, 2 I, H]``: ``[pairs, 2 I]``
 second product     ``[E, H, I / R]``: ``[T K, H]``           ``[E / R, H, I]``: ``[pairs, H]``
 =================  ========================================  =============================

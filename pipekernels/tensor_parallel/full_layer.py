@@ -106,7 +106,7 @@ def undo_changes(module: nn.Module) -> None:
     noted = vars(module).pop(_NOTED, {})
     for key in noted.pop(_HOOKS, ()):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            hook: Any = hooks.pop(key, None)  # Keys are those of all hooks of the process.
+            hook: Any = hooks.pop(key, None)  # Keys are unique in the process.
             if hasattr(hook, "release"):
                 hook.release(module)
     for name, before in noted.items():

@@ -80,13 +80,13 @@ def shard_sizes(size: int, world_size: int) -> list[int]:
 def shard_spans(size: int, world_size: int, heads: Heads | None = None) -> list[tuple[int, int]]:
     """Where the features of each rank lie among all ``size``: start and size, by rank.
 
-    Without ``heads``, sizes are those of :func:`shard_sizes`. Else ranks hold whole groups: a key
+    Without ``heads``, sizes are as from :func:`shard_sizes`. Else ranks hold whole groups: a key
     head and the query heads that read it; the first ranks hold one more. With fewer groups than
     ranks, several ranks hold one key head, and each a part of its query heads: on 3 ranks, 14 heads
     over 2 are 7, 4 and 3, and their keys, ``(2, 2)``, the first one and twice the second.
 
     Raises:
-        ValueError: a rank would hold no feature; or ``size`` is not that of so many heads.
+        ValueError: a rank would hold no feature; or so many heads do not have ``size`` features.
     """
     if heads is None:
         sizes = shard_sizes(size, world_size)
@@ -118,7 +118,7 @@ def shares(size: int, world_size: int, heads: Heads | None = None) -> list[int]:
 
 def own_indices(x: Tensor, span: tuple[int, int], size: int) -> tuple[Tensor, Tensor]:
     """The indices ``x`` into ``size`` entries, as indices into this rank's ``span`` of them, 0 for
-    those of others; and which those are. An index that no rank has stays outside."""
+    other ranks' indices; and which are others'. An index that no rank has stays outside."""
     start, own = span
     others = ((x >= 0) & (x < start)) | ((x >= start + own) & (x < size))
     return (x - start).masked_fill(others, 0), others

@@ -24,7 +24,7 @@ grad of x     all-reduce of ``[N, K]``     ``[N, K / R]``, no collective
 ``gather_output=True`` all-gathers y to ``[N, M]``, ``input_is_parallel=False`` takes the replicated
 ``[N, K]``, and ``reduce="reduce_scatter"`` leaves ``[N / R, M]`` on each rank. The weights of
 ``pipekernels.ops.weights`` compute the products, and
-:mod:`pipekernels.tensor_parallel.invariant` those of invariant layers.
+:mod:`pipekernels.tensor_parallel.invariant` the products of invariant layers.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class RowParallelLinear(ShardedLinear):
         else:
             y = summed_linear(x, weight, comm, scatter)
         if bias is not None and scatter:
-            bias = copy_to_ranks(bias, comm)  # Its gradient is that of all rows.
+            bias = copy_to_ranks(bias, comm)  # Its gradient is over all rows.
         if self.skip_bias_add:
             return y, bias
         if bias is None:

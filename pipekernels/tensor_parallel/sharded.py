@@ -69,7 +69,7 @@ class ShardedLayer(nn.Module):
 
     @property
     def _keeps_transposed(self) -> bool:
-        """Whether the matrices are ``[in, out]`` here: those of integers never are."""
+        """Whether the matrices are ``[in, out]`` here: matrices of integers never are."""
         return self.is_transposed and not self.integers
 
     def full_shape(self, name: str) -> tuple[int, ...]:
@@ -183,7 +183,7 @@ class ShardedLayer(nn.Module):
             if name not in self._parameters:
                 raise TypeError(
                     f"the {name} of this {type(self).__name__} is computed from parameters that "
-                    f"are not known to be shards of those of a full layer; {REMEDY}"
+                    f"are not known to be shards of a full layer's; {REMEDY}"
                 )
         return {name: p for name, p in self._parameters.items() if p is not None}
 

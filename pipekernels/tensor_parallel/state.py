@@ -112,8 +112,8 @@ def load_full_optimizer_state_dict(
         given, keys = [names[parameter] for parameter in own["params"]], list(group["params"])
         if keys != given and all(isinstance(key, str) for key in keys):
             raise ValueError(
-                f"group {i} of the optimizer has the parameters {', '.join(given)}, but that of "
-                f"the state {', '.join(map(str, keys))}; make it like the one that was saved"
+                f"group {i} of the optimizer has the parameters {', '.join(given)}, but in "
+                f"the state it has {', '.join(map(str, keys))}; make it like the one that was saved"
             )
         for key, parameter in zip(keys, own["params"], strict=False):
             if key in state_dict["state"]:

@@ -113,7 +113,7 @@ for _generation, _stages in ((80, 2), (90, 3)):
         many=Blocks(64, 64, 32, 8, _stages),
         unaligned=Blocks(64, 64, 16, 8, 2),
     )
-# No GPU has measured those of 100: they are those of 90 that fit in its registers.
+# No GPU has measured configurations for 100: they are the ones of 90 that fit in its registers.
 for _precision in PRECISIONS:
     TILES[100, _precision] = TILES[90, _precision]
 for _precision in ("bfloat16", "float16"):
@@ -133,7 +133,7 @@ def generation(capability: tuple[int, int]) -> int:
     """The generation, 80, 90 or 100, whose configurations a GPU uses.
 
     Hopper (90) and the data-centre Blackwells (100) read operands by tensor descriptors. All others
-    use those of 80, which fit in 99 KiB of shared memory, the smallest size of these GPUs.
+    use the ones of 80, which fit in 99 KiB of shared memory, the smallest size of these GPUs.
     """
     return {9: 90, 10: 100}.get(capability[0], 80)
 

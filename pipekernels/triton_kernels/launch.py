@@ -138,7 +138,7 @@ def are_slabs_loaded(product: Product, slabs: int) -> bool:
 
 
 def _key(product: Product, *constants: Any) -> tuple[Any, ...]:
-    """The key of the compiled kernel; that of slabs depends on their number and size."""
+    """The key of the compiled kernel; for slabs it has their number and size."""
     tensors = product[1:]
     return product.precision, constants, *(None if t is None else signature(t) for t in tensors)
 

@@ -123,7 +123,7 @@ def test_nccl_takes_over_where_links_are_broken_or_slow(
             assert made[:2] == [(0, 5), "closed"]
             reason = f"{broken} do not get" if broken else "NVLink does not join all GPUs"
             assert caplog.messages[0].startswith(reason)
-            assert caplog.messages[0].endswith(": collectives on CUDA are those of NCCL")
+            assert caplog.messages[0].endswith(": collectives on CUDA run on NCCL")
         elif broken:
             with pytest.raises(RuntimeError, match="ranks 0 and 2 do not get .*; turn off the IOM"):
                 make()

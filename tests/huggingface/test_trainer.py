@@ -152,7 +152,7 @@ def train_with_accelerate(comm: Communicator, folder: str) -> list[Any]:
         found.append(len(accelerator.gather_for_metrics(batch.tolist(), use_gather_object=True)))
     accelerator.save_model(model, folder)
     if comm.world_size > 1:
-        with pytest.raises(ValueError, match=r"got 1 parameters, not those of the model"):
+        with pytest.raises(ValueError, match=r"got 1 parameters, not the parameters of the model"):
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
             accelerator.clip_grad_norm_(next(model.parameters()), LIMIT)

@@ -102,7 +102,7 @@ def fsdp_on_rank(comm: Communicator) -> None:
             pipe(x.chunk(comm.world_size)[comm.rank]).square().mean().backward()
             for layer, parallel in zip(plain, pipe, strict=True):
                 torch.testing.assert_close(parallel.weight.grad.full_tensor(), layer.weight.grad)
-        with pytest.raises(RuntimeError, match="FSDP shards this pipe.* not those of train_step"):
+        with pytest.raises(RuntimeError, match="FSDP shards this pipe.* not for train_step"):
             pipe.train_step(x, None, torch.sum)
 
     sharded = model()

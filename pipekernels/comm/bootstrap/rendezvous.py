@@ -110,7 +110,7 @@ def over_store(store: dist.Store, rank: int, world_size: int, timeout: float) ->
     process = Process(host_identity(), os.getpid(), start_time(os.getpid()))
     ours.set(f"process/{rank}", messages.encode(process).decode())
     end = time.monotonic() + timeout
-    rounds = 0  # Each exchange has keys of its own: a late rank still reads those of the last one.
+    rounds = 0  # Each exchange has keys of its own: a late rank still reads the last exchange's.
 
     def all_gather(item: Any, message_type: type[T]) -> list[T]:
         nonlocal rounds

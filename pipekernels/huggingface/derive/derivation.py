@@ -5,10 +5,10 @@ Where the layers of a group have the same blocks of features in the same order
 feed others become column-parallel, the layers that they feed row-parallel.
 
 Trials find the attributes that count heads: each group is sharded over two ranks, which are
-threads, and its plan is taken only if outputs and all gradients equal those of the whole copy, in
+threads, and its plan is taken only if outputs and all gradients equal the whole copy's, in
 evaluation and training, on one token and on a long text. Other layers are column-parallel with
-gathered outputs. The model itself must be like the copy, and its heads are counted as those of
-models that carry a plan.
+gathered outputs. The model itself must be like the copy, and its heads are counted as in models
+that carry a plan.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _described(model: nn.Module) -> Description:
 
 
 def _check_alike(model: nn.Module, copy: Description, planned: Iterable[str]) -> None:
-    """Raise ValueError unless the layers that have ``planned`` modules are like those of ``copy``:
+    """Raise ValueError unless the layers that have ``planned`` modules are like the copy's layers:
     each module like one at the same place, where numbers inside of a layer do not matter."""
     layers = {_layer_of(name) for name in planned}
     known = defaultdict(list)

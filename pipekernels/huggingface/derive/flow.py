@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 
 def pattern_of(name: str) -> str:
     """``name`` with ``*`` in place of numbers, but for a last one inside of a numbered layer, which
-    may be that of a linear layer in ``nn.Sequential``."""
+    may number a linear layer in ``nn.Sequential``."""
     *outer, last = ["*" if part.isdecimal() else part for part in name.split(".")]
     return ".".join([*outer, name.rpartition(".")[2] if "*" in outer else last])
 

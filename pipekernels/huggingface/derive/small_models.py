@@ -299,7 +299,7 @@ def inner_configs(config: Any) -> dict[str, Any]:
 
 
 def _sizes(config: Any) -> dict[str, Any]:
-    """The fields of a configuration, and those of its parts that it has not itself."""
+    """The fields of a configuration, and its parts' fields that it has not itself."""
     fields: dict[str, Any] = {}
     for _, inner in sorted(inner_configs(config).items()):
         fields |= _sizes(inner)

@@ -1,4 +1,4 @@
-"""Tries plans on a small copy: compares outputs and all gradients with those of the whole copy."""
+"""Tries plans on a small copy: compares outputs and all gradients with the whole copy's."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def k_slice_gemm(
         a, b: ``[m, k]`` and ``[n, k]``, any strides.
         bias: ``[n]``.
         k_slices: into how many k-slices of equal sizes ``k`` is cut, a power of two.
-        out_dtype: the result's; that of ``a`` if ``None``.
+        out_dtype: the result's dtype; if ``None``, the dtype of ``a``.
 
     Returns:
         ``[m, n]``; ``None`` where Triton cannot compute it: on CPUs, on GPUs before compute

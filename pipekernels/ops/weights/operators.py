@@ -1,9 +1,9 @@
 """The operators by which weights compute products, in eager and in compiled programs.
 
-``linear`` is the product of one rank, ``row_linear`` that of a row-parallel layer, summed over the
-ranks. From torch 2.10 on the extension has kernels for CPU tensors, which need no Python for a few
-rows (``csrc/bindings/operators.cpp``): their time is that of reading the weight. All else is
-computed by the methods of :class:`Weight`. An operator gets the tensors of a weight, ``tensor`` and
+``linear`` multiplies on one rank; ``row_linear`` multiplies in a row-parallel layer, and sums over
+the ranks. From torch 2.10 on the extension has kernels for CPU tensors, which need no Python for a
+few rows (``csrc/bindings/operators.cpp``) and take as long as a read of the weight. The methods of
+:class:`Weight` compute all else. An operator gets the tensors of a weight, ``tensor`` and
 ``scale``, which tell its format.
 """
 

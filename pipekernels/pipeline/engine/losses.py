@@ -91,7 +91,7 @@ class Losses:
     def collect(self, m: int, outputs: Activation) -> None:
         """Compute the loss of microbatch ``m``; a ValueError if it is not a real scalar, a
         TypeError if it is not a tensor."""
-        # The graph of the loss begins at leaves of its own, as that of a stage does.
+        # The graph of the loss begins at leaves of its own, like the graph of a stage.
         tensors = list(outputs.tensors)
         grads: list[torch.Tensor | None] = [None] * len(tensors)
         for i, wants in enumerate(outputs.wants_grad):

@@ -155,14 +155,14 @@ class MiniBatchRun:
             self._run(self._program().forwards)
         if parameters is not None and self._dropped:
             self._parameter_versions = versions(parameters.tensors)
-        # Joined outputs are new tensors; that of a single microbatch is the layers' own.
+        # Joined outputs are new tensors; the output of a single microbatch is the layers' own.
         whole = tuple([tensor.detach() for tensor in self.outputs.join()])
         return whole if len(self.inputs.sizes) > 1 else copy_if_aliased(whole, given)
 
     def backward(
         self, grads: Sequence[torch.Tensor | None], keep_graph: bool
     ) -> list[torch.Tensor | None]:
-        """Run every backward of the program; returns the gradients of the inputs, then those of the
+        """Run every backward of the program; returns the gradients of the inputs, then of the
         parameters.
 
         Args:
@@ -252,8 +252,8 @@ class MiniBatchRun:
                     raise
 
     def _gradients(self, program: Program) -> list[torch.Tensor | None]:
-        """Run ``program``, which has backwards; returns the gradients of the inputs, then those of
-        the parameters."""
+        """Run ``program``, which has backwards; returns the gradients of the inputs, then of the
+        parameters."""
         parameters = self.parameters
         assert parameters is not None
         # Left by a backward that began past the pipe's output, in a graph that layers have kept.
@@ -336,7 +336,7 @@ class MiniBatchRun:
 
     def _backward(self, action: Action) -> None:
         """Run a stage's backward, whole or a part, on the gradients of its outputs, which for the
-        last one the consumer has; leaves those of its inputs."""
+        last one the consumer has; leaves the gradients of its inputs."""
         part, stage, m = action
         task = self._tasks[stage]
         if part == "W":

@@ -133,7 +133,7 @@ class Parameters:
                     parameter.data = copy.data
 
     def keys(self) -> dict[int, int]:
-        """By id of each copy, that of its parameter."""
+        """The id of the parameter, by the id of its copy."""
         return {id(copy): key for pairs in self._pairs for key, (_, copy) in pairs.items()}
 
     def drop_accumulated(self) -> None:

@@ -89,7 +89,7 @@ class SavedGraph:
     grads: list[torch.Tensor | None] = field(default_factory=list)
     roots: Sequence[Root | None] = ()
     inputs: Activation | None = None
-    nodes: Sequence[type] = ()  # Classes of those of a checkpointed forward, for its recomputation.
+    nodes: Sequence[type] = ()  # Classes of the nodes of a checkpointed forward.
     received: tuple[Key, ...] = ()  # Keys of the skips among the inputs, the last of `leaves`.
     sent: tuple[Key, ...] = ()  # Keys of the skips among the outputs, the last of `roots`.
     outputs: int = 0  # Number of output tensors without skips.
@@ -237,8 +237,8 @@ class Task:
         self, graph: SavedGraph, seed: Seed, m: int, parameters: Parameters
     ) -> SavedGraph:
         """Run the layers a second time on the graph's inputs, now with a graph. Buffers and inputs
-        keep their values. RuntimeError if an input has changed, or the graph is not that of the
-        forward."""
+        keep their values. RuntimeError if an input has changed, or the graph differs from the
+        forward's."""
         inputs = graph.inputs
         assert inputs is not None
         if versions(inputs.tensors) != graph.versions:
@@ -256,7 +256,7 @@ class Task:
         if nodes != graph.nodes:
             raise RuntimeError(
                 f"the recomputation of {self.name} made a graph of {len(nodes)} nodes "
-                f"that differs from that of its forward, of {len(graph.nodes)}: a layer "
+                f"that differs from its forward's, of {len(graph.nodes)}: a layer "
                 "chooses what it computes by something that changes between the two; choose by "
                 "the inputs or by numbers of torch's default generators, or use checkpoint='never'"
             )
@@ -279,8 +279,8 @@ class Task:
         return types
 
     def backward(self, graph: SavedGraph, grads: Grads, keep_graph: bool) -> Grads:
-        """Accumulate into the parameter copies; returns the gradients of the inputs, given those of
-        the outputs."""
+        """Accumulate into the parameter copies. ``grads``: of the outputs; returns the gradients of
+        the inputs."""
         graph.grads[:] = [None] * len(graph.leaves)
         pairs = zip(graph.roots, grads, strict=True)
         rooted = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]

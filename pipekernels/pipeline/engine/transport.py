@@ -34,7 +34,7 @@ Receiver = tuple[int, int, bool]
 
 
 class Transport:
-    """Moves tensors of one run between devices; ``devices`` are those of stages with streams."""
+    """Moves tensors of one run between devices. ``devices``: of the stages that have streams."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._streams: dict[torch.device, Stream] = {

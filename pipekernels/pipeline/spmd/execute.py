@@ -7,10 +7,10 @@ rank's graph, threaded on a chain of empty tokens::
     start -- receive 0       send 0, receive 1       send 1, receive 2 -- ... -- end
                      \_module_/              \_module_/
 
-In the backward each node sends the gradient of what it has received, then receives that of what it
-has sent. The chain makes the backward go through the forward's messages in reverse, and through
-all of them or none, whatever the loss depends on. Between the nodes are ordinary graphs, whose
-memory the backward frees microbatch by microbatch.
+In the backward each node sends the gradient of what it has received, then receives the gradient of
+what it has sent. The chain makes the backward go through the forward's messages in reverse, and
+through all of them or none, whatever the loss depends on. Between the nodes are ordinary graphs,
+whose memory the backward frees microbatch by microbatch.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def execute_pipeline_step(
         result on the last stage and zeros of its shape on the others.
 
     Raises:
-        ValueError: the result's shape or dtype is not that of ``state``, or as there.
+        ValueError: the result's shape or dtype differs from ``state``'s, or as there.
         TypeError: as there.
     """
     check_kind("module", module, nn.Module, "an nn.Module")
@@ -215,7 +215,7 @@ class PipelineModule(nn.Module):
         check_kind("what module_fn returns", self.module, nn.Module, "an nn.Module")
 
     def forward(self, x: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch; arguments, result and errors are those of :func:`execute_pipeline`."""
+        """Run a batch; arguments, result and errors as for :func:`execute_pipeline`."""
         return self._execute(self.module, x, *args, **kwargs)
 
 

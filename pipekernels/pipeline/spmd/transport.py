@@ -36,8 +36,8 @@ class Axis(NamedTuple):
 
 
 def axis_of(mesh: DeviceMesh | None, name: str) -> Axis:
-    """The dimension ``name`` of ``mesh``, by default of the enclosing mesh. Errors as of
-    ``execute_pipeline``."""
+    """The dimension ``name`` of ``mesh``, by default of the enclosing mesh. Raises what
+    ``execute_pipeline`` does."""
     from torch.distributed.device_mesh import DeviceMesh  # Slow to import.
 
     if mesh is None:

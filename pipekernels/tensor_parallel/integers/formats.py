@@ -88,7 +88,7 @@ def _input_dim(layer: ShardedLayer, name: str) -> int:
 
 def make_integers(layer: ShardedLayer, format: Format) -> None:
     """Replace the matrices of ``layer`` by integers, their scales and their zeros, without
-    gradients. Collective if ranks have parts of the same rows, whose scales are those of all."""
+    gradients. Collective if ranks have parts of the same rows, which share their scales."""
     known: dict[str, IntegerMatrix] = {}
     made: dict[str, Tensor] = {}
     dims, shapes = dict(layer.shard_dims), dict[str, tuple[int, ...]]()
@@ -105,7 +105,7 @@ def make_integers(layer: ShardedLayer, format: Format) -> None:
         integers = format.integers(layer, name, weight, is_cut)
         fields = {name: integers.weight, scale: integers.scale, zero: integers.zero}
         made |= {key: matrix.pack(key, field) for key, field in fields.items() if field is not None}
-        # The full matrix is ``[..., out, in]``, whatever that of the layer is.
+        # The full matrix is ``[..., out, in]``, whatever the layer's is.
         full = layer.full_shape(name)
         last, rows = len(full) - 1, 2 * len(full) - 3 - columns
         groups = full[columns] // (format.group or full[columns])

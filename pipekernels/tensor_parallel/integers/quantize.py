@@ -68,7 +68,7 @@ def check_formats(formats: Mapping[ShardedLayer, Format]) -> None:
         if layer.invariant:
             raise ValueError(
                 f"{layer._described()} has invariant=True, which does not support weights of "
-                "integers: its bits are those of products of floats; shard the model without it"
+                "integers: its bits come from products of floats; shard the model without it"
             )
         format.check(layer)
 
@@ -82,7 +82,7 @@ def check_finite(layer: ShardedLayer) -> None:
 def _check_finite(layers: Sequence[ShardedLayer]) -> None:
     """:func:`check_finite` on all ranks, if it raises on any."""
     bad = [not _is_finite(layer) for layer in layers]
-    # For each communicator a flag per layer, false for those of others: its place is the layer's.
+    # For each communicator a flag per layer, false for others' layers: its place is the layer's.
     for comm in dict.fromkeys(layer.comm for layer in layers):
         flags = [flag and layer.comm is comm for flag, layer in zip(bad, layers, strict=True)]
         on_any = comm.all_gather(torch.tensor([flags], device="cpu")).any(0).tolist()

@@ -77,13 +77,13 @@ def invariant_column_linear(
 
 
 def sum_by_slabs(x: Tensor, comm: Communicator) -> Tensor:
-    """The sum over this rank's part of the last dimension, as a subtree of that of all ranks."""
+    """The sum over this rank's part of the last dimension: a subtree of the sum of all ranks."""
     return tree_sum(x.unflatten(-1, (SLABS // comm.world_size, -1)).sum(-1).unbind(-1))
 
 
 def slab_norms(shards: Sequence[ShardGradient], norm_type: float, comm: Communicator) -> Tensor:
-    """Norms of this rank's gradients by slabs, ``[SLABS / world_size, parameters]``: those of all
-    ranks have the norm of the full gradients."""
+    """Norms of this rank's gradients by slabs, ``[SLABS / world_size, parameters]``: all ranks'
+    norms have the norm of the full gradients."""
     return torch.stack([_norms_of(shard, norm_type, comm) for shard in shards], 1)
 
 

@@ -72,7 +72,7 @@ class LayerKind(Kind):
     has_partner: bool = False
     """Whether a row-parallel layer takes the output, perhaps after an activation."""
     blocks: tuple[int, ...] = (1,)
-    """Sizes of the blocks of output features, each of which is cut; one number is that of equal
+    """Sizes of the blocks of output features, each of which is cut; one number: so many equal
     blocks."""
     heads: Heads | None = None
     """Which stay whole."""

@@ -198,7 +198,7 @@ def tensor_parallelize(
         if hook == SUMMED and invariant:
             check_own_parameters(module, name)
     shards = {m: shard_of(m, name, kind, comm, invariant) for m, (name, kind) in layers.items()}
-    weights: dict[Any, Any] = {}  # Of shards, by those of full layers, which may share them.
+    weights: dict[Any, Any] = {}  # Shards by full weights, which layers may share.
     for layer, shard in shards.items():
         if layers[layer][1].can_tie:
             shard.weight = weights.setdefault(layer.weight, shard.weight)

@@ -125,8 +125,8 @@ def _parts_of(name: str, module: nn.Module, kind: LayerKind) -> dict[str, nn.Mod
 def resolve(
     model: nn.Module, plan: Mapping[str, str] | Literal["auto"], world_size: int
 ) -> ShardingPlan:
-    """The plan of ``tensor_parallelize(model, plan, comm)``, checked: its kinds are those of single
-    layers, of which adapters have several, and of modules that get hooks.
+    """The plan of ``tensor_parallelize(model, plan, comm)``, checked: its kinds are for single
+    layers, of which adapters have several, and for modules that get hooks.
 
     Args:
         model: the full model, without wrappers (:func:`base_of`).
@@ -281,7 +281,7 @@ def _attributes(
         for key in divided.get(name, ()):
             value = getattr(module, key, None)
             if isinstance(value, int):
-                # An attribute counts heads of queries, or else those of keys, or their features.
+                # An attribute counts heads of queries, or else heads of keys, or their features.
                 counted = heads if not heads or value % heads[0] == 0 else (heads[1], heads[1])
                 if value % (counted[0] if counted else world_size):
                     raise _indivisible(name, f"{key}={value}", world_size)
@@ -360,7 +360,7 @@ def _check_ties(model: nn.Module, layers: Mapping[nn.Module, LayerKind]) -> None
 def _with_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> dict[str, Kind]:
     """``kinds`` with the embeddings that share the weight of a sharded head; without the layers
     that share a parameter with something else, and without embeddings that are more than a lookup
-    or have hooks, such as that of gradient checkpointing. Of an embedding or a head in a wrapper,
+    or have hooks, as under gradient checkpointing. Of an embedding or a head in a wrapper,
     the layers of the wrapper, if they may be sharded."""
     groups = [owners.keys() for owners in _shared_parameters(model).values()]
     modules = dict(model.named_modules(remove_duplicate=False))
