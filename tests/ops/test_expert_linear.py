@@ -7,7 +7,7 @@ import torch
 from support.reference import gamma
 from torch import Tensor
 
-from pipekernels.ops.expert_linear import expert_linear
+from pipekernels.ops.expert_linear import expert_linear, few_rows_expert_linear
 from pipekernels.ops.weights import DenseWeight
 
 
@@ -60,3 +60,5 @@ def test_the_operator_of_compiled_programs(transposed: bool) -> None:
     sizes = torch.einsum("tk,tcnk->tcn", x.abs().double(), full[chosen].abs()) + bias[chosen].abs()
     assert ((found - expected).abs() <= gamma(8, 2**-24) * sizes).all()
     torch.library.opcheck(torch.ops.pipekernels.chosen_experts, operands)
+    elsewhere = (t.to("meta") for t in (x, weight, bias, chosen))
+    assert few_rows_expert_linear(next(elsewhere), DenseWeight(next(elsewhere)), *elsewhere) is None

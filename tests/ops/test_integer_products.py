@@ -7,6 +7,7 @@ from support.reference import gamma
 from torch import Tensor
 
 from pipekernels import _backend
+from pipekernels.ops.expert_linear import expert_linear
 from pipekernels.ops.weights import IntegerWeight
 from pipekernels.ops.weights.integers import (
     Integers,
@@ -154,6 +155,13 @@ def test_experts_have_the_bits_of_their_matrices(bits: int, group: int | None) -
             expert = int(chosen[row, place])
             with torch.no_grad():
                 assert found[row, place].equal(stack[expert].linear(x[row], bias[expert]))
+    rows = torch.tensor([3, 0, 2, 0, 1])
+    grouped = expert_linear(x, stack, bias, rows)
+    for row, expert in enumerate((0, 0, 0, 2, 2, 4)):
+        with torch.no_grad():
+            assert grouped[row].equal(stack[expert].linear(x[row], bias[expert]))
+    with pytest.raises(RuntimeError, match="weights of integers have no gradients"):
+        expert_linear(x.clone().requires_grad_(), stack, bias, rows)
     half = stack.chosen_product(x.half(), bias.half(), chosen)
     torch.testing.assert_close(half.float(), found, rtol=2e-2, atol=2e-1)
     assert stack.zero is not None

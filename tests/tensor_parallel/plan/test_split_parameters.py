@@ -1,4 +1,5 @@
-"""Parameters with an element for each head: every rank's forward sees those of its own heads."""
+"""What is not a layer of features but belongs to heads: parameters with an element for each head,
+a module with an output for each, a norm that all share. Every rank computes its own heads."""
 
 import copy
 from typing import Any
@@ -14,22 +15,30 @@ from pipekernels import Communicator, tensor_parallelize
 from pipekernels.tensor_parallel import full_state_dict, tensor_unparallelize
 
 WIDTH, HEADS = 16, 4
-PLAN = {"0": "split_parameters", "0.up": "column", "0.down": "row"}
+PLAN = {
+    "0": "split_parameters",
+    "0.up": "column",
+    "0.down": "row",
+    "0.gate": "split_output",
+    "0.norm": "replicated_with_grad_allreduce",
+}
 
 
 class Scaled(nn.Module):
-    """Heads that are scaled, and to which a sink adds."""
+    """Heads that are normalized, gated and scaled, and to which a sink adds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate, self.norm = nn.Linear(WIDTH, HEADS), nn.LayerNorm(WIDTH // HEADS)
         self.scales = nn.Parameter(torch.randn(1, HEADS, 1))
         self.sinks = nn.Parameter(torch.randn(HEADS))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.isnan().any():
             raise ValueError("not a number")
-        heads = self.up(x).unflatten(-1, (-1, WIDTH // HEADS))
+        heads = self.norm(self.up(x).unflatten(-1, (-1, WIDTH // HEADS)))
+        heads = heads * self.gate(x)[..., None]
         heads = (heads * self.scales).logaddexp(self.sinks[:, None])
         result: Tensor = self.down(heads.flatten(-2))
         return result
@@ -49,6 +58,11 @@ def test_outputs_and_gradients_are_those_of_one_process(ranks: int) -> None:
         assert found is not None and wanted is not None
         torch.testing.assert_close(found, wanted, rtol=0, atol=bound * wanted.abs().max().item())
 
+    def same_gradients(model: Any) -> None:
+        for name, parameter in plain.named_parameters():
+            if name.split(".")[1] not in ("up", "down"):
+                close(model.get_parameter(name).grad, parameter.grad)
+
     def body(comm: Communicator) -> None:
         model = copies[comm.rank]
         own = x.detach().clone().requires_grad_()
@@ -57,12 +71,14 @@ def test_outputs_and_gradients_are_those_of_one_process(ranks: int) -> None:
         y.square().sum().backward()
         close(y, expected)
         close(own.grad, x.grad)
-        close(model[0].sinks.grad, plain[0].sinks.grad)
-        close(model[0].scales.grad, plain[0].scales.grad)
+        same_gradients(model)
         assert model[0].sinks.shape == (HEADS,) and isinstance(model[0].sinks, nn.Parameter)
         assert_same_state(full_state_dict(model), plain.state_dict())
         tensor_unparallelize(model)
         assert model(own).equal(plain(own))
+        model.zero_grad()
+        model(own).square().sum().backward()
+        same_gradients(model)  # No hook is left that sums them over the ranks.
 
     run_threads(ranks, body)
 
