@@ -53,11 +53,15 @@ def sum_gradients(module: nn.Module, comm: Communicator, invariant: bool) -> Non
         note_hook(module, module.register_forward_hook(exact_sum))
 
 
-def split_output(module: nn.Module, comm: Communicator, heads: Heads | None) -> None:
-    """Make ``module`` return this rank's part of its output's last dimension."""
+def split_output(
+    module: nn.Module, comm: Communicator, invariant: bool, heads: Heads | None = None
+) -> None:
+    """Make ``module`` return this rank's part of its output's last dimension. Gradients of its
+    parameters and its input are whole on every rank."""
 
     def own_part(module: nn.Module, args: object, output: Tensor) -> Tensor:
-        return output.narrow(-1, *shard_spans(output.shape[-1], comm.world_size, heads)[comm.rank])
+        spans = shard_spans(output.shape[-1], comm.world_size, heads)
+        return copy_to_ranks(output, comm).narrow(-1, *spans[comm.rank])
 
     note_hook(module, module.register_forward_hook(own_part))
 

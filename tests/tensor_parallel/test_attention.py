@@ -56,16 +56,18 @@ def test_attention_is_that_of_the_full_layer(
     def run(layer: nn.Module) -> list[Tensor]:
         x = query.to(device).requires_grad_()
         y = memory.to(device).requires_grad_() if cross else x
+        own = {key: m.clone().requires_grad_(m.is_floating_point()) for key, m in given.items()}
         found = []
         for options in (
             {"need_weights": False},
             {"average_attn_weights": True},
             {"average_attn_weights": False},
         ):
-            output, weights = layer(x, y, y, **given, **options)
+            output, weights = layer(x, y, y, **own, **options)
             found += [output] if weights is None else [output, weights]
         sum(tensor.square().sum() for tensor in found).backward()
-        return [tensor.detach() for tensor in [*found, x.grad, y.grad]]
+        leaves = x, y, *(mask for mask in own.values() if mask.requires_grad)
+        return [tensor.detach() for tensor in [*found, *(leaf.grad for leaf in leaves)]]
 
     plain = copy.deepcopy(full)
     expected = run(plain)

@@ -103,13 +103,6 @@ class LayerKind(Kind):
         return [out_features // count] * count
 
 
-def _sum_and_split(
-    module: nn.Module, comm: Communicator, invariant: bool, heads: Heads | None = None
-) -> None:
-    sum_gradients(module, comm, invariant=False)
-    split_output(module, comm, heads)
-
-
 def _split_alibi(
     module: nn.Module, comm: Communicator, invariant: bool, heads: Heads | None = None
 ) -> None:
@@ -119,7 +112,7 @@ def _split_alibi(
     # A function: deepcopy leaves it as it is, so a copied model shares the communicator.
     def split(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         count = module.num_heads * comm.world_size if heads is None else heads[0]
-        every = kwargs["alibi"].unflatten(0, (-1, count))
+        every = copy_to_ranks(kwargs["alibi"], comm).unflatten(0, (-1, count))
         own = every.narrow(1, *shard_spans(count, comm.world_size, heads)[comm.rank])
         return args, kwargs | {"alibi": own.flatten(0, 1)}
 
@@ -196,7 +189,7 @@ _ALL: tuple[Kind, ...] = (
     EXPERTS,
     replace(EXPERTS, word="expert_parallel", make=partial(ParallelExperts, expert_parallel=True)),
     SUMMED,
-    HookKind("split_output", _sum_and_split),
+    HookKind("split_output", split_output),
     HookKind("split_alibi", _split_alibi),
     HookKind("split_parameters", split_parameters),
 )
