@@ -65,6 +65,7 @@ GATE := not full
 CACHE_TAG := import sys; print(sys.implementation.cache_tag)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 TORCH_INCLUDE := from torch.utils.cpp_extension import include_paths; print(*("-I" + path for path in include_paths()))
+TORCH_LINK := from torch.utils.cpp_extension import library_paths; print(*("-L" + path for path in library_paths()))
 TORCH_SITE := import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])
 MODULES := $(shell find pipekernels -name '*.py') pipekernels_autoload.py
 PAGES := $(shell find docs examples -type f -not -path '*/__pycache__/*' -not -path 'docs/reference/objects/*') README.md CHANGELOG.md CONTRIBUTING.md
@@ -142,7 +143,8 @@ $(VLLM): bench/peers/vllm.cpp $(BUILT) constraints.txt
 	  && bin/pip download -q --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM_VERSION) \
 	  && tar xzf vllm-$(VLLM_VERSION).tar.gz --strip-components 1 vllm-$(VLLM_VERSION)/csrc/cpu \
 	  && $(CXX) -std=c++20 -O3 -march=native -fopenmp -fPIC -shared -w -Wfatal-errors -Icsrc \
-	  $$(bin/python -c '$(TORCH_INCLUDE)') $(CURDIR)/$< -o vllm.so && touch $(CURDIR)/$@ \
+	  $$(bin/python -c '$(TORCH_INCLUDE)') $(CURDIR)/$< -o vllm.so \
+	  $$(bin/python -c '$(TORCH_LINK)') -ltorch_cpu -lc10 && touch $(CURDIR)/$@ \
 	  || echo 'vllm cannot be built here'
 
 bench-compare: $(PEERS)
