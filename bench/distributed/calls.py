@@ -119,7 +119,7 @@ def _nothing(rank: int, port: int, serve: Serve, case: str) -> None:
             return dist.distributed_c10d._world.pg_names[self]
 
     for method in ("allreduce", "allreduce_coalesced", "_allgather_base", "_reduce_scatter_base",
-                   "reduce_scatter_single", "broadcast"):  # fmt: skip
+                   "all_gather_single", "reduce_scatter_single", "broadcast"):  # fmt: skip
         setattr(Nothing, method, lambda *_: ENDED)
     made: Any = Nothing
 
