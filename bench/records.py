@@ -27,7 +27,6 @@ COMMON_NAMES = {
     "AMD EPYC (family 25, model 1)": "Zen 3 Milan",
     "AMD EPYC (family 23, model 1)": "Zen 1 Naples",
     "Intel(R) Xeon(R) Processor (family 6, model 207)": "Emerald Rapids",
-    "Intel(R) Xeon(R) Processor": "Xeon",  # An earlier form of result files, without the model.
 }
 
 
