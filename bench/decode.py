@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from bench.harness import Options, Plan, Row, alternate, summary
 from bench.peers import decoders
 from bench.peers.decoders import CHECKED, WORKS, Generated, serve
 from bench.processes import Processes, Serve, join, repeated, started
+from bench.report import tables
 
 RANKS = 2
 LENGTH = max(work.prompt + work.new for work in WORKS.values())
@@ -115,7 +117,7 @@ QUICK = {
     "float32": ("two threads", "pipekernels"),
     "experts, int8": ("two threads", "pipekernels, int8"),
 }
-BASE = ("two threads", "llama.cpp, q8_0", "llama.cpp, q4_0")
+BASE = ("llama.cpp", "two threads")
 CONDITIONS = {
     "model": "Llama, 12 layers of width 768, 12 heads, inner width 2048, 32000 tokens, tied: 110 M "
     "parameters",
@@ -284,3 +286,12 @@ def _rows(case: str, part: str, runners: dict[str, Processes]) -> list[Row]:
         {"part": part, "case": case, "candidate": name, **summary(found)}
         for name, found in alternate(timed, warmup=1, rounds=3).items()
     ]
+
+
+def table(rows: Sequence[Row], others: Sequence[Sequence[Row]] = ()) -> str:
+    """A column per system: the case has the format of its weights."""
+    found = [
+        [row | {"candidate": re.sub(r", \w*\d+(_0)?\b", "", row["candidate"])} for row in each]
+        for each in (rows, *others)
+    ]
+    return tables.table(found[0], found[1:], BASE)

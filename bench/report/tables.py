@@ -47,13 +47,14 @@ def between(figures: Sequence[float], text: Callable[[float], str] = "{:.2f}".fo
 
 
 def speed_ups(rows: Sequence[Row], base: str | Sequence[str]) -> dict[tuple[Any, ...], float]:
-    """The median of ``base``, or of the one of several that a case has, over that of each
-    candidate, by part, case and candidate."""
+    """The median of ``base``, or of the first of several that a case has, over each candidate's
+    median, by part, case and candidate."""
     names = [base] if isinstance(base, str) else base
     bases = {
         (row.get("part"), row["case"]): row["median"]
+        for name in reversed(names)
         for row in rows
-        if row.get("candidate") in names and "median" in row and "case" in row
+        if row.get("candidate") == name and "median" in row and "case" in row
     }
     return {
         (*key, row["candidate"]): bases[key] / row["median"]
@@ -75,8 +76,8 @@ def table(
     Args:
         rows: of the machine that the table is about.
         others: of other machines: the table has the range of each ratio over all.
-        base: the candidate that the others are compared with; or several, of which each case has
-            one.
+        base: the candidate that the others are compared with; or several, of which the first that
+            a case has counts.
         unit: of the figures, unless a row has its own: ``'seconds'`` or ``'bytes'``.
         columns: further fields of rows to show.
     """
@@ -96,7 +97,7 @@ def table(
         parts.setdefault(row.get("part", ""), []).append(line)
     texts, bases = [], [base] if isinstance(base, str) else base
     for part, lines in parts.items():
-        present = dict.fromkeys(line[1] for line in lines if line[1] in bases)
+        present = [name for name in bases if any(line[1] == name for line in lines)]
         header[3] = f"{' or '.join(present)} / it"
         if columns:
             kept = [i for i in range(len(header)) if i < 3 or any(line[i] for line in lines)]
