@@ -157,8 +157,11 @@ class ParallelMultiheadAttention(ShardedLayer):
     def _mask(self, attn: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """Both masks as numbers to add to scores of shape ``[batch, heads, length, length]``."""
         batch = q.shape[0]
-        if attn is not None and attn.dtype != torch.bool:  # Perhaps learned biases of positions.
-            attn = copy_to_ranks(attn, self.comm)
+        # Numbers may have gradients, as learned biases of positions do.
+        attn, padding = (
+            mask if mask is None or mask.dtype == torch.bool else copy_to_ranks(mask, self.comm)
+            for mask in (attn, padding)
+        )
         if attn is not None and attn.dim() == 3:
             attn = attn.unflatten(0, (batch, -1))
             attn = attn.narrow(1, self._first_head, self.num_heads)

@@ -35,7 +35,7 @@ def masks(kind: str, batch: int, rows: int, columns: int) -> dict[str, Tensor]:
         "none": {},
         "padding": {"key_padding_mask": padding},
         "attn": {"attn_mask": attn},
-        "heads": {"attn_mask": numbers, "key_padding_mask": padding},
+        "heads": {"attn_mask": numbers, "key_padding_mask": padding.double()},
     }[kind]
 
 
