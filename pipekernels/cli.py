@@ -152,7 +152,7 @@ def _serve(arguments: list[str]) -> int:
         prog="pipekernels serve",
         description="Answers OpenAI's API with a model of transformers over the cores of a host.",
     )
-    parser.add_argument("folder", type=Path, help="of config, tokenizer and safetensors files")
+    parser.add_argument("folder", help="of config, tokenizer and safetensors files")
     parser.add_argument("--ranks", default="auto", help="default: one for each memory node")
     parser.add_argument("--bits", type=int, choices=(8, 4), help="quantize the weights")
     parser.add_argument("--dtype", default="auto", help="such as bfloat16; default: the files'")
@@ -169,9 +169,9 @@ def _serve(arguments: list[str]) -> int:
     needed = ("transformers", "fastapi", "openai", "uvicorn")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         parser.error(f"{', '.join(missing)} missing; run pip install 'pipekernels[serving]'")
-    if not (options.folder / "config.json").is_file():
+    if not Path(options.folder, "config.json").is_file():
         parser.error(f"{options.folder} has no config.json; give the folder of a downloaded model")
-    if not any(options.folder.glob("*token*")):
+    if not any(Path(options.folder).glob("*token*")):
         parser.error(f"{options.folder} has no tokenizer; save or copy the model's into it")
     if options.dtype != "auto" and not isinstance(getattr(torch, options.dtype, 0), torch.dtype):
         parser.error(f"--dtype must be auto or a dtype of torch, got {options.dtype!r}")

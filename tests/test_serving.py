@@ -80,7 +80,8 @@ class Running:
     """A server on two ranks, as its users see it."""
 
     def __init__(self, folder: Path, port: int = 0, *more: str) -> None:
-        command = [sys.executable, "-m", "pipekernels", "serve", str(folder), "--ranks", "2"]
+        self.model = f"./{os.path.relpath(folder)}"  # Its name is what was typed.
+        command = [sys.executable, "-m", "pipekernels", "serve", self.model, "--ranks", "2"]
         command += ["--port", str(port), "--cache-tokens", str(CACHE), *more]
         self.errors = (folder.parent / f"errors of {id(self)}").open("w+")
         self.process = subprocess.Popen(
@@ -89,9 +90,8 @@ class Running:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         self.url = line.split()[-1] if line else "nothing"
-        assert line.startswith(f"{folder} is served on http://127.0.0.1:"), self.said()
+        assert line.startswith(f"{self.model} is served on http://127.0.0.1:"), self.said()
         self.port = int(self.url.split(":")[2].removesuffix("/v1"))
-        self.model = str(folder)
         options = {"base_url": self.url, "api_key": "any", "timeout": 60}
         self.client = openai.OpenAI(**options)
         self.make_async = lambda: openai.AsyncOpenAI(**options)

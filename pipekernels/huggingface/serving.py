@@ -11,6 +11,7 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -146,7 +147,7 @@ class Server(uvicorn.Server):
 
 def _manager(options: argparse.Namespace, comm: Communicator) -> tuple[Any, Any]:
     """The manager of this rank, whose tokens are the argmax of the sampler's, and the tokenizer."""
-    folder, pages = options.folder, options.cache_tokens and -(-options.cache_tokens // _PAGE)
+    folder, pages = Path(options.folder), options.cache_tokens and -(-options.cache_tokens // _PAGE)
     config = transformers.AutoConfig.from_pretrained(folder)
     dtype = config.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     with torch.device("meta"):
@@ -199,7 +200,7 @@ def serve(options: argparse.Namespace) -> NoReturn:
     for each in (signal.SIGTERM, signal.SIGINT):  # Rank 0 ends the others.
         signal.signal(each, signal.SIG_IGN)
     if comm.rank == 0:
-        app = _app(str(options.folder), manager, tokenizer)
+        app = _app(options.folder, manager, tokenizer)
         config = uvicorn.Config(app, options.host, options.port, log_level="warning")
         config.timeout_graceful_shutdown = _GRACE
         listening = config.bind_socket()  # Ends this process if the port has been taken.
