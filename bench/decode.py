@@ -289,9 +289,14 @@ def _rows(case: str, part: str, runners: dict[str, Processes]) -> list[Row]:
 
 
 def table(rows: Sequence[Row], others: Sequence[Sequence[Row]] = ()) -> str:
-    """A column per system: the case has the format of its weights."""
-    found = [
-        [row | {"candidate": re.sub(r", \w*\d+(_0)?\b", "", row["candidate"])} for row in each]
-        for each in (rows, *others)
-    ]
+    """A column per system, as a case has the format of its weights; integers, then floats."""
+    cases = sorted(CASES, key=lambda case: "int" not in case)
+    found = [[_of_system(row) for row in each] for each in (rows, *others)]
+    found[0].sort(key=lambda row: cases.index(row["case"]))
     return tables.table(found[0], found[1:], BASE)
+
+
+def _of_system(row: Row) -> Row:
+    kind = "integers" if "int" in row["case"] else "floats"
+    system = re.sub(r", \w*\d+(_0)?\b", "", row["candidate"])
+    return row | {"part": f"{row['part']}, weights of {kind}", "candidate": system}
