@@ -274,11 +274,6 @@ is_profiler_enabled = torch._C._autograd._profiler_enabled
 """Whether this thread is profiled."""
 
 
-def end_with(shown: Any, future: torch.futures.Future[Any]) -> None:
-    """End the range ``shown`` of a profiler, a ``record_function``, with ``future``."""
-    shown._call_end_callbacks_on_future(future)
-
-
 def function_modes() -> list[Any]:
     """The active ``TorchFunctionMode`` objects of this thread, outermost first; the default device
     is one of them."""

@@ -18,7 +18,6 @@ from pipekernels._torch_private import (
     below_modes,
     disable_dynamo,
     dispatch_mode_count,
-    end_with,
     is_seen,
     register_backend,
 )
@@ -200,9 +199,8 @@ class Group(dist.ProcessGroup):
                 "child; make a new one there"
             )
         at_once = not getattr(opts, "asyncOp", True) and self._is_idle()
-        with in_profile(
-            "%s of %d bytes", name, sum([result.nbytes for result in results])
-        ) as shown:
+        # Its thread ends a range: torch's profiler would let another thread write to freed memory.
+        with in_profile("%s of %d bytes", name, sum([result.nbytes for result in results])):
             # A future's callback may run on the group's thread, which cannot wait for itself. Calls
             # from there have one order on all ranks if each callback is added before the next call
             # and that call is asynchronous, as in the hooks of DDP.
@@ -210,10 +208,7 @@ class Group(dist.ProcessGroup):
                 body()
                 return ENDED if at_once else Work(DONE, results)
             self._last = self._thread.submit(self._run_on_thread, body)
-            work = Work(self._last, results, self._follow)
-            if shown is not None:  # The range of the profiler lasts as long as the call.
-                end_with(shown, work.get_future())
-        return work
+            return Work(self._last, results, self._follow)
 
     def _is_idle(self) -> bool:
         """Whether the thread has ended all calls, with their callbacks."""
