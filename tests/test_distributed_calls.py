@@ -123,6 +123,8 @@ def test_modes_and_profilers_see_what_they_see_of_gloo(rank: int) -> None:
         with profile(activities=[ProfilerActivity.CPU]) as found:
             make_calls(group, rank)
         names = [event.name for event in found.events()]
+        ours = [event for event in found.events() if event.name.startswith("pipekernels::")]
+        assert not any(event.is_async for event in ours)  # Each has ended on its thread.
         profiled.append(Counter(each for each in names if each.startswith("c10d::")))
         with Seen() if rank else nullcontext():  # One rank alone may be observed.
             results.append(make_calls(group, rank))
